@@ -1,0 +1,107 @@
+"""What a step runs, decided on the host: a StepPlan lists, in order, each request's share of the step.
+
+The scheduler makes plans from host state alone, so every rank that sees the same requests makes the same plan.
+"""
+
+import enum
+import hashlib
+from dataclasses import dataclass
+
+
+class Kind(enum.IntEnum):
+    """What a sequence (a request's part of a step) is. It follows the request's history, never the sequence's length."""
+
+    DECODE = 0  # one token: the last one sampled
+    VERIFY = 1  # the last one sampled and its drafted followers
+    PREFILL = 2  # a chunk of tokens that are all known: a prompt, or a preempted request's text
+    PAD = 3  # fills the bucket; owns nothing, reads nothing, writes nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One request's part of a step.
+
+    `row` is the request's row of the token history and page table, `generation` counts the owners that row has had, `slot`
+    is its slot of the state pools. `start` is the number of tokens computed before this step: for prefill it is exact; for
+    decode and verify the device derives it from the token history, since a step may be planned before the last one ended.
+    """
+
+    row: int
+    generation: int
+    slot: int
+    kind: Kind
+    num_new: int
+    start: int
+    num_draft: int = 0
+    is_last_chunk: bool = True
+
+    @property
+    def samples(self) -> bool:
+        """Whether this sequence yields a token: every decode and verify, and the chunk that ends a prefill."""
+        return self.kind is not Kind.PREFILL or self.is_last_chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The capacity a step is padded to: tokens, sequences, and whether it may hold prefill chunks."""
+
+    tokens: int
+    sequences: int
+    mixed: bool
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks of 64 tokens the prefill sequences of any plan in this bucket can have."""
+        if not self.mixed:
+            return 0
+        prefills = min(self.sequences, self.tokens)
+        return min(self.tokens, -(-self.tokens // CHUNK) + max(prefills - 1, 0))
+
+    def __str__(self) -> str:
+        return f"{self.tokens}x{self.sequences}{'m' if self.mixed else 't'}"
+
+
+CHUNK = 64  # tokens; the chunk of the gated delta rule, and what non-final prefill chunks end on a multiple of
+
+
+@dataclass(frozen=True, slots=True)
+class PageGrant:
+    """Page `page` of the cache becomes the `index`-th page of the request in `row`, from this step on."""
+
+    row: int
+    index: int
+    page: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: its entries ordered decode, verify, prefill, and the pages granted to them. Frozen, so it can be compared."""
+
+    step_id: int
+    bucket: Bucket
+    entries: tuple[Entry, ...]
+    grants: tuple[PageGrant, ...] = ()
+
+    def __post_init__(self) -> None:
+        kinds = [entry.kind for entry in self.entries]
+        assert kinds == sorted(kinds), "entries are ordered decode, verify, prefill"
+        assert Kind.PAD not in kinds, "padding is the bucket's, not an entry"
+        assert len({entry.row for entry in self.entries}) == len(self.entries), "a request has one entry in a step"
+        assert all(entry.num_new >= 1 and entry.start >= 0 for entry in self.entries)
+        assert self.num_tokens <= self.bucket.tokens and len(self.entries) <= self.bucket.sequences
+        assert self.bucket.mixed or Kind.PREFILL not in kinds, "a tokens-only bucket runs no prefill"
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens run by the step, padding aside."""
+        return sum(entry.num_new for entry in self.entries)
+
+    @property
+    def name(self) -> str:
+        """`decode`, `prefill` or `mixed`, for traces."""
+        kinds = {entry.kind is Kind.PREFILL for entry in self.entries}
+        return "mixed" if len(kinds) == 2 else "prefill" if True in kinds else "decode"
+
+    def digest(self) -> str:
+        """A hash of everything a rank must agree on before it runs the step."""
+        return hashlib.blake2b(repr(self).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,167 @@
+"""The sequence table: what the kernels of a step read about its sequences, in fixed int32 buffers.
+
+The host packs what it knows into one array (`pack`), which one copy brings to the device; `prepare`, the first node of the
+step, derives the rest there from the token history, so that a step can be planned before the one ahead of it has ended.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from deltagram.step.history import TokenHistory
+from deltagram.step.plan import CHUNK, Bucket, Kind, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceTable:
+    """One step's sequences, padded to the bucket's T tokens, N sequences and NT chunks. All int32 unless said.
+
+    Packed by the host:
+      counts      [4]       tokens, sequences, chunks and page grants that are real
+      kind        [N]       Kind; PAD past the real ones
+      row         [N]       row of the token history and page table; `pad_row` past the real ones
+      slot        [N]       slot of the state pools; `pad_slot` past the real ones
+      cu_tokens   [N + 1]   where each sequence's tokens begin; the tail repeats the total
+      prefill_start [N]     tokens computed before this step, prefill sequences only; -1 otherwise
+      num_draft   [N]       drafted tokens at the sequence's end
+      samples     [N]       1 where the sequence yields a token
+      chunks      [NT, 2]   (sequence, index) of each chunk of 64 prefill tokens; sequence -1 past the real ones
+      grants      [G, 3]    (row, index, page) page table updates
+    Derived on the device:
+      start       [N]       tokens of the sequence's request computed before this step
+      length      [N]       start + new tokens; 0 for padding
+      sequence    [T]       sequence of each token; -1 for padding
+      position    [T]       absolute position of each token in its request; 0 for padding
+      token       [T]       token ids; 0 for padding
+      cache_index [T]       int64, where the token's keys and values go: page * page size + offset; -1 for padding
+      page_table  [rows, pages]  the request's pages, shared by all steps
+    """
+
+    bucket: Bucket
+    page_size: int
+    counts: Tensor
+    kind: Tensor
+    row: Tensor
+    slot: Tensor
+    cu_tokens: Tensor
+    prefill_start: Tensor
+    num_draft: Tensor
+    samples: Tensor
+    chunks: Tensor
+    start: Tensor
+    length: Tensor
+    sequence: Tensor
+    position: Tensor
+    token: Tensor
+    cache_index: Tensor
+    page_table: Tensor
+
+
+def _shapes(bucket: Bucket, num_grants: int) -> dict[str, tuple[int, ...]]:
+    n = bucket.sequences
+    return {
+        "counts": (4,),
+        "kind": (n,),
+        "row": (n,),
+        "slot": (n,),
+        "cu_tokens": (n + 1,),
+        "prefill_start": (n,),
+        "num_draft": (n,),
+        "samples": (n,),
+        "chunks": (bucket.chunks, 2),
+        "grants": (num_grants, 3),
+    }
+
+
+def max_grants(bucket: Bucket, page_size: int) -> int:
+    """The most pages a plan of `bucket` can be granted: the tokens' own, and one begun page a sequence."""
+    return -(-bucket.tokens // page_size) + bucket.sequences
+
+
+def pack(plan: StepPlan, page_size: int, pad_row: int, pad_slot: int) -> npt.NDArray[np.int32]:
+    """The host's part of the table as one flat int32 array, in the order of the fields above."""
+    entries, bucket = plan.entries, plan.bucket
+    shapes = _shapes(bucket, max_grants(bucket, page_size))
+    flat = np.zeros(sum(int(np.prod(shape)) for shape in shapes.values()), np.int32)
+    view = _views(flat, shapes)
+    real = len(entries)
+    view["kind"].fill(Kind.PAD)
+    view["row"].fill(pad_row)
+    view["slot"].fill(pad_slot)
+    view["prefill_start"].fill(-1)
+    view["chunks"].fill(-1)
+    view["kind"][:real] = [entry.kind for entry in entries]
+    view["row"][:real] = [entry.row for entry in entries]
+    view["slot"][:real] = [entry.slot for entry in entries]
+    view["num_draft"][:real] = [entry.num_draft for entry in entries]
+    view["samples"][:real] = [entry.samples for entry in entries]
+    view["cu_tokens"][1 : real + 1] = np.cumsum([entry.num_new for entry in entries], dtype=np.int32)
+    view["cu_tokens"][real + 1 :] = plan.num_tokens
+    chunks = []
+    for n, entry in enumerate(entries):
+        if entry.kind is Kind.PREFILL:
+            view["prefill_start"][n] = entry.start
+            chunks += [(n, index) for index in range(-(-entry.num_new // CHUNK))]
+    if chunks:
+        view["chunks"][: len(chunks)] = chunks
+    if plan.grants:
+        view["grants"][: len(plan.grants)] = [(grant.row, grant.index, grant.page) for grant in plan.grants]
+    view["counts"][:] = (plan.num_tokens, real, len(chunks), len(plan.grants))
+    return flat
+
+
+def prepare(packed: Tensor, bucket: Bucket, history: TokenHistory, page_table: Tensor, page_size: int) -> SequenceTable:
+    """Grant the step's pages and derive what the host did not know. The first work of every step, on its device.
+
+    packed: int32, `pack`'s array on the device; page_table: int32 [rows, pages], updated in place.
+    """
+    view = _views(packed, _shapes(bucket, max_grants(bucket, page_size)))
+    device = packed.device
+    rows, pages = page_table.shape
+    granted = torch.arange(view["grants"].shape[0], device=device) < view["counts"][3]
+    row, index, page = view["grants"].long().unbind(1)
+    target = torch.where(granted, row * pages + index, (rows - 1) * pages)  # the pad row's first page takes the rest
+    page_table.view(-1).index_put_((target,), torch.where(granted, page, 0).int())
+
+    kind, sequence_row = view["kind"], view["row"].long()
+    real = kind != Kind.PAD
+    new = view["cu_tokens"].diff()
+    start = torch.where(kind == Kind.PREFILL, view["prefill_start"], history.lengths[sequence_row] - 1)
+    start = torch.where(real, start, 0).int()
+    length = torch.where(real, start + new, 0).int()
+
+    ticks = torch.arange(bucket.tokens, dtype=torch.int32, device=device)
+    valid = ticks < view["counts"][0]
+    found = torch.searchsorted(view["cu_tokens"][1:], ticks, right=True).clamp_(max=bucket.sequences - 1)
+    position = torch.where(valid, start[found] + ticks - view["cu_tokens"][found], 0).int()
+    token_row, long_position = sequence_row[found], position.long()
+    token = torch.where(valid, history.tokens[token_row, long_position], 0)
+    entry = page_table[token_row, long_position // page_size].long()
+    cache_index = torch.where(valid, entry * page_size + long_position % page_size, -1)
+    packed_fields = {name: view[name] for name in view if name != "grants"}
+    return SequenceTable(
+        bucket=bucket,
+        page_size=page_size,
+        **packed_fields,
+        start=start,
+        length=length,
+        sequence=torch.where(valid, found, -1).int(),
+        position=position,
+        token=token,
+        cache_index=cache_index,
+        page_table=page_table,
+    )
+
+
+def _views(flat, shapes: dict[str, tuple[int, ...]]):  # type: ignore[no-untyped-def]  # one body for numpy and torch
+    views, offset = {}, 0
+    for name, shape in shapes.items():
+        size = int(np.prod(shape))
+        views[name] = flat[offset : offset + size].reshape(shape)
+        offset += size
+    return views
+
+
