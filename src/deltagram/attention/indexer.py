@@ -1,0 +1,68 @@
+"""The QSA indexer of Qwen4-Exp: which blocks of past tokens an attention layer looks at."""
+
+import torch
+from torch import Tensor
+
+from deltagram.attention.cache import LayerCache, write
+from deltagram.kernels.select_blocks import select_blocks
+from deltagram.layers.basic import Factory, Linear, RMSNorm
+from deltagram.layers.rotary import Rotary, rotate
+from deltagram.step.sequences import SequenceTable
+
+
+class Indexer:
+    """Scores complete blocks of `block_size` tokens against small queries and picks the `top_k` best for each token.
+
+    A block's key is the fp32 mean of its tokens' raw keys, normalised and turned to the block's first position. It is pooled
+    by the step that brings the block's last token. A rejected draft may have pooled a block too early; the token that takes
+    its place pools it again before any query can see it.
+    """
+
+    def __init__(
+        self, hidden_size: int, num_heads: int, head_dim: int, budget: int, block_size: int, eps: float, make: Factory
+    ) -> None:
+        self.num_heads, self.head_dim = num_heads, head_dim
+        self.block_size, self.top_k = block_size, budget // block_size
+        self.project = Linear(hidden_size, {"index_qk_proj": (num_heads + 1) * head_dim}, make)
+        self.q_norm = RMSNorm(head_dim, eps, make)
+        self.k_norm = RMSNorm(head_dim, eps, make)
+
+    def __call__(self, x: Tensor, table: SequenceTable, rotary: Rotary, cos: Tensor, sin: Tensor, cache: LayerCache) -> Tensor:
+        """x [T, hidden] -> int32 [T, top_k], the chosen blocks; the cache takes the tokens' index keys."""
+        assert cache.index_keys is not None and cache.block_keys is not None
+        projected = self.project(x).unflatten(1, (self.num_heads + 1, self.head_dim))
+        queries = rotate(self.q_norm(projected[:, :-1]), cos, sin)
+        num_tokens = int(table.counts[0])
+        write(cache.index_keys, projected[:, -1], table.cache_index, num_tokens)
+        self._pool_blocks(table, rotary, cache, num_tokens)
+        return select_blocks(
+            queries,
+            cache.block_keys,
+            table.page_table,
+            table.row,
+            table.cu_tokens,
+            table.length,
+            table.position,
+            self.block_size,
+            self.top_k,
+        )
+
+    def _pool_blocks(self, table: SequenceTable, rotary: Rotary, cache: LayerCache, num_tokens: int) -> None:
+        assert cache.index_keys is not None and cache.block_keys is not None
+        position = table.position[:num_tokens]
+        ends = ((position + 1) % self.block_size == 0).nonzero().squeeze(1)
+        if len(ends) == 0:
+            return
+        last = table.cache_index[ends]  # a block lies within one page, so its tokens lie side by side
+        members = last[:, None] - torch.arange(self.block_size - 1, -1, -1, device=last.device)
+        raw = cache.index_keys.view(-1, self.head_dim)[members]
+        pooled = self.k_norm(raw.float().mean(1).to(raw.dtype))
+        cos, sin = rotary.at(position[ends] - (self.block_size - 1), pooled.dtype)
+        cache.block_keys.view(-1, self.head_dim)[last // self.block_size] = rotate(pooled[:, None], cos, sin)[:, 0]
+
+    def tensors(self, prefix: str) -> dict[str, Tensor]:
+        return (
+            self.project.tensors(prefix)
+            | self.q_norm.tensors(f"{prefix}.q_layernorm")
+            | self.k_norm.tensors(f"{prefix}.k_layernorm")
+        )

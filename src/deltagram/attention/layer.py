@@ -1,0 +1,73 @@
+"""Full attention of the hybrid models: gated output, normalised queries and keys, partial rotary, paged cache."""
+
+from torch import Tensor
+
+from deltagram.attention.cache import LayerCache, write
+from deltagram.attention.indexer import Indexer
+from deltagram.kernels.paged_attention import paged_attention
+from deltagram.layers.basic import Factory, Linear, RMSNorm
+from deltagram.layers.rotary import Rotary, rotate
+from deltagram.step.sequences import SequenceTable
+
+
+class Attention:
+    """Grouped-query attention; `q_proj` yields [query | gate] per head, and the output is multiplied by sigmoid(gate).
+
+    `indexer`, if any, limits each token to the blocks it selects; it is left out where its budget covers every context the
+    engine admits, since it then selects everything. `cache` is the layer's part of the pages, set by the engine.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        eps: float,
+        make: Factory,
+        indexer: Indexer | None = None,
+    ) -> None:
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        parts = {
+            "q_proj": 2 * num_heads * head_dim,
+            "k_proj": num_kv_heads * head_dim,
+            "v_proj": num_kv_heads * head_dim,
+        }
+        self.project = Linear(hidden_size, parts, make)
+        self.q_norm = RMSNorm(head_dim, eps, make)
+        self.k_norm = RMSNorm(head_dim, eps, make)
+        self.out = Linear(num_heads * head_dim, {"o_proj": hidden_size}, make)
+        self.indexer = indexer
+        self.cache: LayerCache | None = None
+
+    def __call__(self, x: Tensor, table: SequenceTable, rotary: Rotary, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [T, hidden] -> [T, hidden]. cos, sin: `rotary.at` the tokens' positions."""
+        cache = self.cache
+        assert cache is not None, "the layer has no pages"
+        query_gate, key, value = self.project.split(x)
+        query, gate = query_gate.unflatten(1, (self.num_heads, 2 * self.head_dim)).chunk(2, -1)
+        query = rotate(self.q_norm(query), cos, sin)
+        key = rotate(self.k_norm(key.unflatten(1, (self.num_kv_heads, self.head_dim))), cos, sin)
+        num_tokens = int(table.counts[0])
+        write(cache.keys, key, table.cache_index, num_tokens)
+        write(cache.values, value.unflatten(1, (self.num_kv_heads, self.head_dim)), table.cache_index, num_tokens)
+        sparse = self.indexer is not None and cache.index_keys is not None
+        heads = paged_attention(
+            query,
+            cache.keys,
+            cache.values,
+            table.page_table,
+            table.row,
+            table.cu_tokens,
+            table.length,
+            table.position,
+            self.head_dim**-0.5,
+            self.indexer(x, table, rotary, cos, sin, cache) if sparse and self.indexer else None,
+            self.indexer.block_size if self.indexer else 1,
+        )
+        return self.out((heads * gate.sigmoid()).flatten(1))
+
+    def tensors(self, prefix: str) -> dict[str, Tensor]:
+        named = self.project.tensors(prefix) | self.out.tensors(prefix)
+        named |= self.q_norm.tensors(f"{prefix}.q_norm") | self.k_norm.tensors(f"{prefix}.k_norm")
+        return named | (self.indexer.tensors(f"{prefix}.indexer") if self.indexer else {})

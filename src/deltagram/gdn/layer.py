@@ -1,0 +1,69 @@
+"""A Gated DeltaNet layer: projections, the core, the gated norm, the output projection."""
+
+import torch
+from torch import Tensor
+
+from deltagram.gdn.core import LayerState, forward_core
+from deltagram.kernels.rms_norm_gated import rms_norm_gated
+from deltagram.layers.basic import Factory, Linear
+from deltagram.step.sequences import SequenceTable
+
+
+class GatedDeltaNet:
+    """Linear attention of Qwen3.5 and Qwen4-Exp, H key heads of size K, HV value heads of size V.
+
+    `state` is the layer's part of the pools, set by the engine.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_key_heads: int,
+        num_value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        conv_kernel: int,
+        eps: float,
+        gate: str,
+        make: Factory,
+    ) -> None:
+        self.num_key_heads, self.num_value_heads = num_key_heads, num_value_heads
+        self.key_dim, self.value_dim = key_dim, value_dim
+        self.eps, self.gate = eps, gate
+        self.channels = 2 * num_key_heads * key_dim + num_value_heads * value_dim
+        self.conv_reach = conv_kernel - 1
+        parts = {
+            "in_proj_qkv": self.channels,
+            "in_proj_z": num_value_heads * value_dim,
+            "in_proj_b": num_value_heads,
+            "in_proj_a": num_value_heads,
+        }
+        self.project = Linear(hidden_size, parts, make)
+        self.conv = make.empty(self.channels, conv_kernel)
+        self.A_log = make.empty(num_value_heads, dtype=torch.float32)
+        self.dt_bias = make.empty(num_value_heads, dtype=torch.float32)
+        self.norm = make.empty(value_dim, dtype=torch.float32)
+        self.out = Linear(num_value_heads * value_dim, {"out_proj": hidden_size}, make)
+        self.state: LayerState | None = None
+
+    def __call__(self, x: Tensor, table: SequenceTable) -> Tensor:
+        """x [T, hidden] -> [T, hidden]."""
+        assert self.state is not None, "the layer has no pool"
+        qkv, z, b, a = self.project.split(x)
+        heads = forward_core(
+            table, qkv, a, b, self.conv, self.A_log, self.dt_bias, self.num_key_heads, self.key_dim, self.state
+        )
+        z = z.unflatten(1, (self.num_value_heads, self.value_dim))
+        return self.out(rms_norm_gated(heads, z, self.norm, self.eps, self.gate).flatten(1))
+
+    def tensors(self, prefix: str) -> dict[str, Tensor]:
+        return (
+            self.project.tensors(prefix)
+            | self.out.tensors(prefix)
+            | {
+                f"{prefix}.conv1d.weight": self.conv[:, None],
+                f"{prefix}.A_log": self.A_log,
+                f"{prefix}.dt_bias": self.dt_bias,
+                f"{prefix}.norm.weight": self.norm,
+            }
+        )

@@ -1,0 +1,51 @@
+"""Hyper-connections: several residual streams, mixed into a block's input and fed back by learned, token-wise weights."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltagram.layers.basic import Factory, Linear, RMSNorm
+
+
+class HyperConnection:
+    """Around a block, with X the streams [T, streams, H] and N their grouped norm:
+
+        input  = mean over streams of sigmoid(up(silu(down(N) / streams))) * N
+        inject = 2 sigmoid(block_inject(N) / streams)                     [T, streams]
+        X     += inject * block(input)
+
+    Without `inject` it is the mixer that ends the model. Source: Qwen4-Exp; Hyper-Connections, https://arxiv.org/abs/2409.19606.
+    """
+
+    def __init__(self, hidden_size: int, num_streams: int, rank: int, eps: float, make: Factory, inject: bool = True) -> None:
+        self.num_streams = num_streams
+        flat = num_streams * hidden_size
+        self.norm = RMSNorm(hidden_size, eps, make, groups=num_streams)
+        parts = {"input_mix_weight_down": rank} | ({"block_inject_weight": num_streams} if inject else {})
+        self.down = Linear(flat, parts, make)
+        self.up = Linear(rank, {"input_mix_weight_up": flat}, make)
+
+    def enter(self, streams: Tensor) -> tuple[Tensor, Tensor]:
+        """streams [T, streams, H] -> the block's input [T, H] and the injection weights [T, streams]."""
+        normed, low, inject = self._mix(streams)
+        return self._input(normed, low), (inject / self.num_streams).sigmoid_().mul_(2)
+
+    def read(self, streams: Tensor) -> Tensor:
+        """streams [T, streams, H] -> [T, H], for the model's end."""
+        normed, low, _ = self._mix(streams)
+        return self._input(normed, low)
+
+    def leave(self, streams: Tensor, inject: Tensor, out: Tensor) -> None:
+        """Add the block's output [T, H] to the streams, in place."""
+        streams.addcmul_(inject[:, :, None], out[:, None])
+
+    def _mix(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        normed = self.norm(streams)
+        mixed = self.down(normed.flatten(1))
+        rank = self.down.sizes[0]
+        return normed, F.silu(mixed[:, :rank] / self.num_streams), mixed[:, rank:]
+
+    def _input(self, normed: Tensor, low: Tensor) -> Tensor:
+        return self.up(low).sigmoid_().view(normed.shape).mul_(normed).mean(1)
+
+    def tensors(self, prefix: str) -> dict[str, Tensor]:
+        return self.norm.tensors(f"{prefix}.hc_norm") | self.down.tensors(prefix) | self.up.tensors(prefix)

@@ -1,0 +1,82 @@
+"""Gated MLPs: dense, and a mixture of experts with a shared one."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltagram.layers.basic import Factory, Linear
+
+
+class MLP:
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, make: Factory) -> None:
+        self.gate_up = Linear(hidden_size, {"gate_proj": intermediate_size, "up_proj": intermediate_size}, make)
+        self.down = Linear(intermediate_size, {"down_proj": hidden_size}, make)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up.split(x)
+        return self.down(F.silu(gate) * up)
+
+    def tensors(self, prefix: str) -> dict[str, Tensor]:
+        return self.gate_up.tensors(prefix) | self.down.tensors(prefix)
+
+
+class MoE:
+    """The `top_k` experts a token's router likes best, weighed by its softmax, plus a shared expert behind a sigmoid gate."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        intermediate_size: int,
+        shared_size: int,
+        renormalise: bool,
+        make: Factory,
+    ) -> None:
+        self.num_experts, self.top_k, self.renormalise = num_experts, top_k, renormalise
+        self.router = Linear(hidden_size, {"gate": num_experts, "shared_expert_gate": 1}, make)
+        self.gate_up = make.empty(num_experts, 2 * intermediate_size, hidden_size)
+        self.down = make.empty(num_experts, hidden_size, intermediate_size)
+        self.shared = MLP(hidden_size, shared_size, make)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, H] -> [T, H]."""
+        scores, shared_gate = self.router.split(x)
+        weight, expert = scores.float().softmax(-1).topk(self.top_k, -1)
+        if self.renormalise:
+            weight = weight / weight.sum(-1, keepdim=True)
+        out = self.shared(x) * shared_gate.sigmoid()
+        return self._experts(x, weight.to(x.dtype), expert, out)
+
+    def _experts(self, x: Tensor, weight: Tensor, expert: Tensor, out: Tensor) -> Tensor:
+        """Add each expert's output for the tokens it serves, expert by expert, to `out`."""
+        order = expert.flatten().argsort(stable=True)
+        token = order // self.top_k
+        scale = weight.flatten()[order][:, None]
+        inputs = x[token]
+        first = 0
+        for e, size in enumerate(torch.bincount(expert.flatten(), minlength=self.num_experts).tolist()):
+            if size == 0:
+                continue
+            part = slice(first, first + size)
+            gate, up = F.linear(inputs[part], self.gate_up[e]).chunk(2, -1)
+            out.index_add_(0, token[part], F.linear(F.silu(gate) * up, self.down[e]) * scale[part])
+            first += size
+        return out
+
+    def tensors(self, prefix: str) -> dict[str, Tensor]:
+        """Names of the packed layout; `unpacked` gives the other one."""
+        return self._common(prefix) | {f"{prefix}.experts.gate_up_proj": self.gate_up, f"{prefix}.experts.down_proj": self.down}
+
+    def unpacked(self, prefix: str) -> dict[str, Tensor]:
+        """Names of the layout with one tensor an expert and projection."""
+        named = self._common(prefix)
+        for e in range(self.num_experts):
+            named[f"{prefix}.experts.{e}.gate_proj.weight"], named[f"{prefix}.experts.{e}.up_proj.weight"] = self.gate_up[e].chunk(2)
+            named[f"{prefix}.experts.{e}.down_proj.weight"] = self.down[e]
+        return named
+
+    def _common(self, prefix: str) -> dict[str, Tensor]:
+        return self.router.tensors(prefix) | self.shared.tensors(f"{prefix}.shared_expert")

@@ -1,0 +1,91 @@
+"""What the engine asks of a model, and what the families share."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltagram.attention.layer import Attention
+from deltagram.gdn.layer import GatedDeltaNet
+from deltagram.layers.basic import Factory
+from deltagram.models.config import FULL, ModelConfig
+from deltagram.models.weights import Weight
+from deltagram.ngram.layer import PLELayer
+from deltagram.step.history import TokenHistory
+from deltagram.step.sequences import SequenceTable
+
+
+class Model(Protocol):
+    """A hybrid decoder. The engine gives each layer of the three lists its part of the pools before the first step."""
+
+    config: ModelConfig
+    linear_layers: list[GatedDeltaNet]
+    attention_layers: list[Attention]
+    memory_layers: list[PLELayer]
+    block_size: int  # tokens an indexer's block; 1 without one
+
+    def forward(self, table: SequenceTable, history: TokenHistory) -> Tensor:
+        """Run a step's tokens; their last hidden states [T, H]. Pools are updated in place."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [n, H] -> [n, vocab]."""
+        ...
+
+    def weights(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Weight]:
+        """Where each tensor of a checkpoint goes. `shapes` are the checkpoint's own, for layouts that come in variants."""
+        ...
+
+
+class Embedding:
+    """Word embedding and output head, one tensor where they are tied."""
+
+    def __init__(self, config: ModelConfig, make: Factory) -> None:
+        self.tied = config.tie_word_embeddings
+        self.words = make.empty(config.vocab_size, config.hidden_size)
+        self.head = self.words if self.tied else make.empty(config.vocab_size, config.hidden_size)
+
+    def __call__(self, token: Tensor) -> Tensor:
+        """token [T] -> [T, H]."""
+        return F.embedding(token, self.words)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [n, H] -> [n, vocab]."""
+        return F.linear(hidden, self.head)
+
+    def weights(self) -> dict[str, Weight]:
+        """A tied checkpoint may hold the head too; it is the same tensor, and is not read."""
+        head = Weight(None, optional=True) if self.tied else Weight(self.head)
+        return {"model.embed_tokens.weight": Weight(self.words), "lm_head.weight": head}
+
+
+def linear_attention(config: ModelConfig, make: Factory) -> GatedDeltaNet:
+    """The Gated DeltaNet layer that `config` describes."""
+    return GatedDeltaNet(
+        config.hidden_size,
+        config.linear_num_key_heads,
+        config.linear_num_value_heads,
+        config.linear_key_head_dim,
+        config.linear_value_head_dim,
+        config.linear_conv_kernel_dim,
+        config.rms_norm_eps,
+        config.output_gate_type,
+        make,
+    )
+
+
+def is_full(config: ModelConfig, layer: int) -> bool:
+    """Whether a layer attends (fully or indexed) rather than keeps a recurrent state."""
+    return config.layer_types[layer] == FULL
+
+
+def as_weights(tensors: dict[str, Tensor]) -> dict[str, Weight]:
+    """Layers name tensors; loading wants to know that each of them is needed."""
+    return {name: Weight(tensor) for name, tensor in tensors.items()}
+
+
+def meta_factory(dtype: torch.dtype) -> Factory:
+    """Tensors without memory: a model of shapes, to check a checkpoint against before anything is allocated."""
+    return Factory(torch.device("meta"), dtype)

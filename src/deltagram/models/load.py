@@ -1,0 +1,42 @@
+"""From a checkpoint folder to a model that can run."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from deltagram.layers.basic import Factory
+from deltagram.models.base import Model, meta_factory
+from deltagram.models.config import ModelConfig, Qwen4ExpConfig, Qwen35Config
+from deltagram.models.qwen3_5 import Qwen35
+from deltagram.models.qwen4_exp import Qwen4Exp
+from deltagram.models.weights import Checkpoint, check_weights, load_weights, open_checkpoint
+
+
+def build(config: ModelConfig, max_context: int, make: Factory, table_dtype: torch.dtype) -> Model:
+    """A model of `config`'s family with uninitialised weights."""
+    if isinstance(config, Qwen4ExpConfig):
+        return Qwen4Exp(config, max_context, make, table_dtype)
+    assert isinstance(config, Qwen35Config), config
+    return Qwen35(config, max_context, make)
+
+
+def load_model(
+    folder: Path,
+    config: ModelConfig,
+    max_context: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[Model, Checkpoint]:
+    """The model in `folder`. The checkpoint is checked against a model of shapes before memory is taken for the real one.
+
+    `progress` is called with the bytes of each piece read. Raises ValueError with every problem found.
+    """
+    checkpoint = open_checkpoint(folder)
+    shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
+    table_dtype = next((info.dtype for name, info in checkpoint.tensors.items() if ".ngram_embedding." in name), dtype)
+    check_weights(checkpoint, build(config, max_context, meta_factory(dtype), table_dtype).weights(shapes))
+    model = build(config, max_context, Factory(device, dtype), table_dtype)
+    load_weights(checkpoint, model.weights(shapes), progress)
+    return model, checkpoint

@@ -1,0 +1,171 @@
+"""Qwen4-Exp: n-gram memory, Gated DeltaNet and indexed attention, experts, on several residual streams."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from deltagram.attention.indexer import Indexer
+from deltagram.attention.layer import Attention
+from deltagram.gdn.layer import GatedDeltaNet
+from deltagram.layers.basic import Factory
+from deltagram.layers.hyper_connections import HyperConnection
+from deltagram.layers.mlp import MoE
+from deltagram.layers.rotary import Rotary
+from deltagram.models.base import Embedding, as_weights, is_full, linear_attention
+from deltagram.models.config import Qwen4ExpConfig
+from deltagram.models.weights import Weight
+from deltagram.ngram.layer import PLELayer
+from deltagram.ngram.run_ahead import RunAhead
+from deltagram.ngram.spec import HashSpec, qwen4_exp_spec
+from deltagram.ngram.stores import DeviceStore, RowStore
+from deltagram.step.history import TokenHistory
+from deltagram.step.sequences import SequenceTable
+
+
+class DecoderLayer:
+    """Memory (where the layer has one) added to the streams, then mixer and experts, each between hyper-connections."""
+
+    def __init__(self, config: Qwen4ExpConfig, layer: int, make: Factory) -> None:
+        eps, hidden = config.rms_norm_eps, config.hidden_size
+        self.full = is_full(config, layer)
+        self.memory: PLELayer | None = None
+        if layer + 1 in config.ple_layer_ids:
+            sizes = config.ple_embed_dim, hidden, config.hc_count, config.ple_conv_kernel_size, config.ngram_size
+            self.memory = PLELayer(*sizes, eps, make)
+        self.mixer: Attention | GatedDeltaNet
+        if self.full:
+            index = config.indexer_n_heads, config.indexer_head_dim, config.indexer_budget, config.indexer_compress_ratio
+            heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+            self.mixer = Attention(hidden, *heads, eps, make, Indexer(hidden, *index, eps, make))
+        else:
+            self.mixer = linear_attention(config, make)
+        self.around_mixer = HyperConnection(hidden, config.hc_count, config.hc_lowrank, eps, make)
+        self.around_experts = HyperConnection(hidden, config.hc_count, config.hc_lowrank, eps, make)
+        self.experts = MoE(
+            hidden,
+            config.num_experts,
+            config.num_experts_per_tok,
+            config.moe_intermediate_size,
+            config.shared_expert_intermediate_size,
+            config.norm_topk_prob,
+            make,
+        )
+
+    def __call__(self, streams: Tensor, table: SequenceTable, rotary: Rotary, cos: Tensor, sin: Tensor) -> None:
+        x, inject = self.around_mixer.enter(streams)
+        if isinstance(self.mixer, Attention):
+            self.around_mixer.leave(streams, inject, self.mixer(x, table, rotary, cos, sin))
+        else:
+            self.around_mixer.leave(streams, inject, self.mixer(x, table))
+        x, inject = self.around_experts.enter(streams)
+        self.around_experts.leave(streams, inject, self.experts(x))
+
+    def tensors(self, prefix: str, packed_experts: bool) -> dict[str, Tensor]:
+        experts = self.experts.tensors if packed_experts else self.experts.unpacked
+        return (
+            self.around_mixer.tensors(f"{prefix}.attn_hyper_connection")
+            | self.mixer.tensors(f"{prefix}.{'self_attn' if self.full else 'linear_attn'}")
+            | self.around_experts.tensors(f"{prefix}.mlp_hyper_connection")
+            | experts(f"{prefix}.mlp")
+            | (self.memory.tensors(f"{prefix}.ple") if self.memory else {})
+        )
+
+
+class Qwen4Exp:
+    """The Qwen4-Exp text model: see models/base.py for what the engine asks of it.
+
+    Tables keep `table_dtype`, the checkpoint's own, whatever the model computes in: a bf16 row in fp32 is the same row.
+    """
+
+    def __init__(self, config: Qwen4ExpConfig, max_context: int, make: Factory, table_dtype: torch.dtype) -> None:
+        self.config = config
+        self.embedding = Embedding(config, make)
+        self.layers = [DecoderLayer(config, layer, make) for layer in range(config.num_hidden_layers)]
+        self.mixer = HyperConnection(
+            config.hidden_size, config.hc_count, config.hc_lowrank, config.rms_norm_eps, make, inject=False
+        )
+        self.rotary = Rotary(config.rope, config.rotary_dim, max_context, make.device)
+        self.linear_layers = [layer.mixer for layer in self.layers if isinstance(layer.mixer, GatedDeltaNet)]
+        self.attention_layers = [layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention)]
+        self.memory_layers = [layer.memory for layer in self.layers if layer.memory is not None]
+        self.block_size = config.indexer_compress_ratio if self.attention_layers else 1
+        self.specs = [hash_spec(config, index) for index in range(len(config.ple_layer_ids))]
+        self.tables = [
+            DeviceStore(spec.num_rows, config.ple_embed_dim // spec.num_columns, make.device, table_dtype)
+            for spec in self.specs
+        ]
+        self.run_ahead: RunAhead | None = None
+        if self.specs:
+            layers = [layer_id - 1 for layer_id in config.ple_layer_ids]
+            stores: list[RowStore] = [*self.tables]
+            projections = [memory.projection for memory in self.memory_layers]
+            self.run_ahead = RunAhead(layers, self.specs, stores, projections, make.device)
+
+    def forward(self, table: SequenceTable, history: TokenHistory) -> Tensor:
+        words = self.embedding(table.token)
+        streams = words[:, None].repeat(1, self.config.hc_count, 1)  # [T, streams, H], updated in place by every layer
+        cos, sin = self.rotary.at(table.position, words.dtype)
+        if self.run_ahead is not None:
+            self.run_ahead.start(table, history)
+        try:
+            for i, layer in enumerate(self.layers):
+                if layer.memory is not None and self.run_ahead is not None:
+                    layer.memory(streams, *self.run_ahead.take(i), table)
+                layer(streams, table, self.rotary, cos, sin)
+        finally:
+            if self.run_ahead is not None:
+                self.run_ahead.finish()
+        return self.mixer.read(streams)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.embedding.logits(hidden)
+
+    def weights(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Weight]:
+        tensors = self.mixer.tensors("model.hyper_connection_mixer")
+        plan = self.embedding.weights()
+        for i, layer in enumerate(self.layers):
+            packed = f"model.layers.{i}.mlp.experts.gate_up_proj" in shapes
+            tensors |= layer.tensors(f"model.layers.{i}", packed)
+        for index, layer_id in enumerate(self.config.ple_layer_ids):
+            prefix = f"model.layers.{layer_id - 1}.ple.ple_embedding"
+            tensors |= table_parts(f"{prefix}.ngram_embedding", self.tables[index].rows, shapes, self.config)
+            plan |= constants(prefix, self.specs[index])
+        return plan | as_weights(tensors)
+
+
+def hash_spec(config: Qwen4ExpConfig, index: int) -> HashSpec:
+    """The hash of the `index`-th memory layer (from 0)."""
+    return qwen4_exp_spec(
+        vocab_size=config.vocab_size,
+        max_order=config.ngram_size,
+        heads=config.heads_per_ngram,
+        base=config.ngram_vocab_size_base,
+        divisor=config.make_ngram_vocab_size_divisible_by,
+        seed=config.seed,
+        end_of_sequence=config.eos_token_ids[0],
+        layer=index,
+    )
+
+
+def constants(prefix: str, spec: HashSpec) -> dict[str, Weight]:
+    """The hash constants a checkpoint may carry: they must be the ones its config implies, or its rows mean other n-grams."""
+    names = {
+        "layer_multipliers": spec.multipliers,
+        "ngram_heads_vocab_sizes": spec.moduli,
+        "ngram_heads_offsets": spec.offsets,
+    }
+    return {
+        f"{prefix}.{name}": Weight(None, optional=True, expected=torch.tensor(values)) for name, values in names.items()
+    }
+
+
+def table_parts(
+    prefix: str, rows: Tensor, shapes: Mapping[str, tuple[int, ...]], config: Qwen4ExpConfig
+) -> dict[str, Tensor]:
+    """The table's rows under the checkpoint's names: whole, or in `split_ngram_parts` consecutive shards."""
+    if f"{prefix}.weight" in shapes:
+        return {f"{prefix}.weight": rows}
+    parts = config.split_ngram_parts
+    even = -(-len(rows) // parts)
+    return {f"{prefix}.shard_{i}.weight": rows[i * even : (i + 1) * even] for i in range(parts)}
