@@ -226,6 +226,14 @@ def test_a_row_depends_on_itself_alone(vocab):
             assert torch.equal(alone.top_logprobs, batch.top_logprobs[at, :asked])
 
 
+def test_surplus_penalties_do_not_undo_the_first():
+    params = SamplingParams(temperature=0, presence_penalty=2.0)
+    logits, history = torch.tensor([[1.0, 2.0, 0.0]]), torch.ones(1, 4, dtype=torch.int32)
+    sizes = Sizes(special=2, penalized=3)
+    out = run(logits, [SampleRow(params, 0, 0)], torch.tensor([4]), history, torch.tensor([1]), sizes=sizes)
+    assert out.tokens.tolist() == [0]
+
+
 def test_sizes_that_do_not_cover_are_refused():
     rows = [SampleRow(SamplingParams(top_k=3), 0, 0)]
     with pytest.raises(AssertionError, match="cannot serve"):
@@ -265,6 +273,7 @@ def test_logprobs_are_of_the_raw_logits():
     params = SamplingParams(temperature=0, logprobs=3, logit_bias={9: 100.0}, repetition_penalty=2.0)
     logits = some_logits(5, 3)
     logits[1, 4:8] = 20.0  # equal: the lowest ids first
+    logits[0] -= 50.0  # all negative
     where = torch.tensor([2, 2, 2]), torch.zeros(1, 4, dtype=torch.int32), torch.tensor([1, 1, 1])
     out = run(logits, [SampleRow(params, 0, 0), SampleRow(params, 0, 0), SampleRow(SamplingParams(), 0, 0)], *where)
     expected = logits.double().log_softmax(-1)
@@ -297,6 +306,7 @@ def test_uniform_is_splitmix64():
 
 
 def test_uniform_fills_the_interval():
+    assert uniform(torch.tensor(0), torch.tensor(0)).item() == 2.0**-53  # the hash is 0 there, the number is not
     for values in (
         uniform(torch.arange(100_000), torch.tensor(17)),  # neighbouring seeds
         uniform(torch.tensor(3), torch.arange(100_000)),  # neighbouring positions
