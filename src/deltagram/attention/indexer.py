@@ -22,7 +22,7 @@ class Indexer:
         self, hidden_size: int, num_heads: int, head_dim: int, budget: int, block_size: int, eps: float, make: Factory
     ) -> None:
         self.num_heads, self.head_dim = num_heads, head_dim
-        self.block_size, self.top_k = block_size, budget // block_size
+        self.budget, self.block_size, self.top_k = budget, block_size, budget // block_size
         self.project = Linear(hidden_size, {"index_qk_proj": (num_heads + 1) * head_dim}, make)
         self.q_norm = RMSNorm(head_dim, eps, make)
         self.k_norm = RMSNorm(head_dim, eps, make)

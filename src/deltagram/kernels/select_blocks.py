@@ -52,7 +52,7 @@ def _reference(
         score = (q[tokens].to(dtype) @ keys.T).relu_().sum(1) / q.shape[2] ** 0.5  # [n, blocks]
         complete = (position[tokens].long() + 1) // block_size
         score.masked_fill_(torch.arange(num_blocks, device=q.device) >= complete[:, None], -1)  # relu: real scores are >= 0
-        best = score.sort(1, descending=True, stable=True)
+        best = score.sort(dim=1, descending=True, stable=True)
         chosen = torch.where(best.values >= 0, best.indices, -1)[:, :top_k].int()
         out[tokens, : chosen.shape[1]] = chosen
     return out

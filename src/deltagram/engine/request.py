@@ -1,0 +1,69 @@
+"""A request as the host knows it: its tokens, how many are computed, and what it owns."""
+
+import enum
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from deltagram.engine.detokenizer import Detokenizer
+from deltagram.engine.params import SamplingParams
+
+
+class Status(enum.Enum):
+    """Where a request is in its life."""
+
+    WAITING = "waiting"  # owns nothing; new, or preempted
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"  # an end token, a stop token or a stop string
+    LENGTH = "length"  # max_tokens, or the end of the context
+    ABORT = "abort"
+    ERROR = "error"  # the step that ran it failed
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One sequence being generated.
+
+    `tokens` are the prompt's and the output's; `computed` of them have been scheduled. A request is prefilled up to
+    `prefill_target`, its length when it was (re)admitted, and decodes from there: which of the two it does next follows from
+    these alone.
+    """
+
+    id: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    max_length: int  # tokens at which it ends, prompt included
+    end_token_ids: frozenset[int]
+    detokenizer: Detokenizer | None = None
+    wants_prompt_logits: bool = False
+
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+    tokens: list[int] = field(default_factory=list)
+    computed: int = 0
+    prefill_target: int = 0
+    slot: int = -1
+    generation: int = 0
+    pages: list[int] = field(default_factory=list)
+    num_preemptions: int = 0
+    prompt_logits: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+
+    @property
+    def num_output(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - len(self.prompt)
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether its next tokens are ones that are all known: then they run as prefill, however few they are."""
+        return self.computed < self.prefill_target

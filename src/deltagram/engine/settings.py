@@ -1,0 +1,118 @@
+"""The engine's settings: frozen, resolved once against the model and the machine, every problem reported at once."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from deltagram.models.config import ModelConfig
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a user may set. Sizes bound memory and the largest step; they never change a result.
+
+    device: "auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N".
+    dtype: what the model computes in: "auto" (float32 on a CPU, bfloat16 on a GPU), "float32" or "bfloat16".
+    max_context: tokens a request may reach, prompt and output together; the model's own limit if None.
+    max_num_sequences: requests that run at once; others wait.
+    max_num_tokens: tokens of the largest step; longer prompts are run in chunks.
+    cache_bytes: memory for keys, values and index keys; 1 GiB on a CPU and 60 % of what is free on a GPU if None.
+    poison: fill free slots and pages with NaN, to show that no result depends on them. Slow; for tests.
+    """
+
+    device: str = "auto"
+    dtype: str = "auto"
+    max_context: int | None = None
+    max_num_sequences: int = 16
+    max_num_tokens: int = 512
+    cache_bytes: int | None = None
+    poison: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """Settings with every choice made."""
+
+    device: torch.device
+    dtype: torch.dtype
+    max_context: int
+    max_num_sequences: int
+    max_num_tokens: int
+    cache_bytes: int | None
+    poison: bool
+
+
+def parse(values: dict[str, Any]) -> Settings:
+    """Settings from keyword arguments. Raises ValueError naming every unknown one."""
+    known = [field.name for field in fields(Settings)]
+    unknown = sorted(set(values) - set(known))
+    if unknown:
+        raise ValueError(f"unknown settings: {', '.join(unknown)}; known are {', '.join(known)}")
+    return Settings(**values)
+
+
+def resolve(settings: Settings, config: ModelConfig) -> Resolved:
+    """Make every choice that is left open. Raises ValueError listing every setting that this model or machine cannot honour."""
+    problems: list[str] = []
+
+    def positive(name: str, optional: bool = False) -> bool:
+        value = getattr(settings, name)
+        fine = (optional and value is None) or (isinstance(value, int) and not isinstance(value, bool) and value > 0)
+        if not fine:
+            problems.append(f"{name} must be a positive integer, got {value!r}")
+        return fine
+
+    device = _device(settings.device, problems)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    if settings.dtype != "auto":
+        if settings.dtype in _DTYPES:
+            dtype = _DTYPES[settings.dtype]
+        else:
+            problems.append(f"dtype must be auto, {' or '.join(_DTYPES)}, got {settings.dtype!r}")
+    limit = config.max_position_embeddings
+    if positive("max_context", optional=True) and settings.max_context is not None and settings.max_context > limit:
+        problems.append(f"max_context must be at most the model's {limit} positions, got {settings.max_context}")
+    sizes = positive("max_num_sequences"), positive("max_num_tokens")
+    if all(sizes) and settings.max_num_tokens < max(64, settings.max_num_sequences):
+        problems.append(
+            "max_num_tokens must be at least 64 (a prefill chunk) and at least max_num_sequences "
+            f"({settings.max_num_sequences}: every running request takes a token a step), got {settings.max_num_tokens}"
+        )
+    positive("cache_bytes", optional=True)
+    if not isinstance(settings.poison, bool):
+        problems.append(f"poison must be True or False, got {settings.poison!r}")
+    if problems:
+        raise ValueError("settings that cannot be honoured:\n" + "\n".join(f"- {problem}" for problem in problems))
+    return Resolved(
+        device,
+        dtype,
+        settings.max_context or limit,
+        settings.max_num_sequences,
+        settings.max_num_tokens,
+        settings.cache_bytes,
+        settings.poison,
+    )
+
+
+def _device(name: str, problems: list[str]) -> torch.device:
+    cpu = torch.device("cpu")
+    if name == "auto":
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else cpu
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError):
+        problems.append(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
+        return cpu
+    if device.type == "cpu":
+        return cpu
+    if device.type != "cuda":
+        problems.append(f"device must be a CPU or a CUDA device, got {name!r}")
+        return cpu
+    count = torch.cuda.device_count()
+    if (device.index or 0) >= count:
+        problems.append(f"device {name!r} asked for, this machine has {count} CUDA devices")
+        return cpu
+    return torch.device("cuda", device.index or 0)
