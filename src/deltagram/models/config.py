@@ -331,7 +331,7 @@ def _check_ple(reader: FieldReader, fields: dict[str, Any], common: dict[str, An
     inside = [layer for layer in fields["ple_layer_ids"] if 1 <= layer <= len(layer_types)]
     not_linear = [layer for layer in inside if layer_types[layer - 1] != LINEAR]
     problem = f"ple_layer_ids has {not_linear}, which are full attention layers; expected {LINEAR} layers"
-    reader.check(not not_linear, problem, "layer_types")
+    reader.check(not not_linear, problem, "layer_types", "full_attention_interval")
     columns = (fields["ngram_size"] - 1) * fields["heads_per_ngram"]
     problem = f"ple_embed_dim is {width}; expected a multiple of (ngram_size - 1) * heads_per_ngram, which is {columns}"
     reader.check(width % columns == 0, problem, "ple_embed_dim", "hidden_size", "ngram_size", "heads_per_ngram")
