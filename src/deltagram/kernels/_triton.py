@@ -1,7 +1,15 @@
-"""The one place that knows whether Triton is there, and how an op chooses between its reference and its kernel."""
+"""The one place that knows whether Triton is there, and how an op chooses between its reference and its kernel.
+
+Kernel files start with `from __future__ import annotations` and decorate with `jit`, so that they import without Triton.
+Each of them lists, in `ahead_of_time()`, the builds that stand for its kernels: one `Build` a set of types and switches that a
+launcher can produce. Sizes that follow the step (tokens, sequences) are listed in `do_not_specialize`: a kernel must not be laid
+out, and so must not sum, differently in another bucket. `compile_ahead(build, capability)` compiles one for a GPU that need not be there.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -10,12 +18,40 @@ try:
     import triton.language as tl
 
     TRITON_ERROR = None
+    jit = triton.jit
 except ImportError as error:
     triton = tl = None
     TRITON_ERROR = error
 
+    def jit(function: Any = None, **options: Any) -> Any:
+        """Leaves a kernel as it is: nobody will launch it."""
+        return function or (lambda decorated: decorated)
+
+
 Impl = Literal["reference", "triton"] | None
 Op = TypeVar("Op", bound=Callable[..., object])
+
+
+class Build(NamedTuple):
+    """One compiled form of a kernel: `types` of its run-time arguments ("*bf16", "i32") and `constants`, both by name."""
+
+    kernel: Any
+    types: dict[str, str]
+    constants: dict[str, object]
+    num_warps: int = 4
+    num_stages: int = 1
+
+
+def compile_ahead(build: Build, capability: int) -> Any:
+    """Compile `build` for compute capability `capability` (80, 90, 100). Needs Triton, but no GPU."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    names = build.kernel.arg_names
+    signature = {name: "constexpr" if name in build.constants else build.types[name] for name in names}
+    source = ASTSource(build.kernel, signature, build.constants)
+    options = {"num_warps": build.num_warps, "num_stages": build.num_stages}
+    return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def choose(impl: Impl, device: torch.device, reference: Op, launch: Op) -> Op:
@@ -28,5 +64,12 @@ def choose(impl: Impl, device: torch.device, reference: Op, launch: Op) -> Op:
     if impl == "reference" or (impl is None and device.type == "cpu"):
         return reference
     if triton is None:
-        raise RuntimeError(f"tensors on {device} need Triton, which did not import ({TRITON_ERROR}): pip install 'deltagram[gpu]'")
+        raise RuntimeError(
+            f"tensors on {device} need Triton, which did not import ({TRITON_ERROR}): pip install 'deltagram[gpu]'"
+        )
     return launch
+
+
+def power_of_two(size: int, least: int = 1) -> int:
+    """The smallest power of two that is at least `size` and at least `least`: the side of a tile."""
+    return max(least, 1 << (size - 1).bit_length())

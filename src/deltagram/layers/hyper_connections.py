@@ -25,9 +25,9 @@ class HyperConnection:
         self.up = Linear(rank, {"input_mix_weight_up": flat}, make)
 
     def enter(self, streams: Tensor) -> tuple[Tensor, Tensor]:
-        """streams [T, streams, H] -> the block's input [T, H] and the injection weights [T, streams]."""
+        """streams [T, streams, H] -> the block's input [T, H] and half the injection weights, [T, streams]."""
         normed, low, inject = self._mix(streams)
-        return self._input(normed, low), (inject / self.num_streams).sigmoid_().mul_(2)
+        return self._input(normed, low), inject.sigmoid()
 
     def read(self, streams: Tensor) -> Tensor:
         """streams [T, streams, H] -> [T, H], for the model's end."""
@@ -36,13 +36,13 @@ class HyperConnection:
 
     def leave(self, streams: Tensor, inject: Tensor, out: Tensor) -> None:
         """Add the block's output [T, H] to the streams, in place."""
-        streams.addcmul_(inject[:, :, None], out[:, None])
+        streams.addcmul_(inject[:, :, None], out[:, None], value=2)
 
     def _mix(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         normed = self.norm(streams)
-        mixed = self.down(normed.flatten(1))
+        mixed = self.down.scaled(normed.flatten(1), 1 / self.num_streams)
         rank = self.down.sizes[0]
-        return normed, F.silu(mixed[:, :rank] / self.num_streams), mixed[:, rank:]
+        return normed, F.silu(mixed[:, :rank]), mixed[:, rank:]
 
     def _input(self, normed: Tensor, low: Tensor) -> Tensor:
         return self.up(low).sigmoid_().view(normed.shape).mul_(normed).mean(1)

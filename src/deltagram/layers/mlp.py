@@ -51,20 +51,32 @@ class MoE:
         return self._experts(x, weight.to(x.dtype), expert, out)
 
     def _experts(self, x: Tensor, weight: Tensor, expert: Tensor, out: Tensor) -> Tensor:
-        """Add each expert's output for the tokens it serves, expert by expert, to `out`."""
+        """Add the chosen experts' outputs to `out`.
+
+        A few tokens that together choose about every expert go through all of them at once, with zero weights where not
+        chosen: two products instead of many small ones. Otherwise each expert gets its own tokens.
+        """
+        if self.num_experts <= expert.numel() <= 4 * self.num_experts:
+            return self._all_experts(x, weight, expert, out)
         order = expert.flatten().argsort(stable=True)
         token = order // self.top_k
-        scale = weight.flatten()[order][:, None]
-        inputs = x[token]
+        scale = weight.flatten().index_select(0, order)[:, None]
+        inputs = x.index_select(0, token)
         first = 0
         for e, size in enumerate(torch.bincount(expert.flatten(), minlength=self.num_experts).tolist()):
             if size == 0:
                 continue
             part = slice(first, first + size)
             gate, up = F.linear(inputs[part], self.gate_up[e]).chunk(2, -1)
-            out.index_add_(0, token[part], F.linear(F.silu(gate) * up, self.down[e]) * scale[part])
+            out.index_add_(0, token[part], F.linear(F.silu(gate) * up * scale[part], self.down[e]))
             first += size
         return out
+
+    def _all_experts(self, x: Tensor, weight: Tensor, expert: Tensor, out: Tensor) -> Tensor:
+        scale = x.new_zeros(len(x), self.num_experts).scatter_(1, expert, weight)
+        gate, up = F.linear(x, self.gate_up.flatten(0, 1)).view(len(x), self.num_experts, -1).chunk(2, -1)
+        hidden = F.silu(gate) * up * scale[..., None]
+        return out + torch.bmm(hidden.transpose(0, 1), self.down.transpose(1, 2)).sum(0)
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         """Names of the packed layout; `unpacked` gives the other one."""

@@ -39,7 +39,8 @@ class Rotary:
 
     def at(self, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin [T, 1, dim] of `position` [T], to be applied to [T, heads, D]."""
-        return self.cos[position][:, None].to(dtype), self.sin[position][:, None].to(dtype)
+        cos, sin = self.cos.index_select(0, position), self.sin.index_select(0, position)
+        return cos[:, None].to(dtype), sin[:, None].to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
