@@ -53,25 +53,23 @@ class TensorInfo:
 def read_header(path: Path, problems: list[str]) -> dict[str, TensorInfo]:
     """The tensors of `path` by name. What is wrong goes into `problems`, each line with the file's name; the tensors it
     concerns are left out."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or length > size - 8:
-            needs = f"its header ends at byte {length + 8}" if len(prefix) == 8 else "a header takes at least 8"
-            problems.append(f"{path.name} is truncated or no safetensors file: it has {size} bytes, but {needs}")
-            return {}
-        if length > MAX_HEADER:
-            problems.append(f"{path.name}: the header has {length} bytes; expected at most {MAX_HEADER}")
-            return {}
-        raw = file.read(length)
     try:
-        header = json.loads(raw, object_pairs_hook=_object_without_duplicates)
-    except (ValueError, RecursionError) as error:
-        problems.append(f"{path.name}: the header is not valid JSON: {error}")
-        return {}
-    if not isinstance(header, dict):
-        problems.append(f"{path.name}: the header is a JSON {type(header).__name__}; expected an object")
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            length = int.from_bytes(prefix, "little")
+            if prefix == b"version ":
+                raise ValueError("it is a git-lfs pointer, not the file itself: run `git lfs pull`")
+            if len(prefix) < 8 or length > size - 8:
+                needs = f"its header ends at byte {length + 8}" if len(prefix) == 8 else "a header takes at least 8"
+                raise ValueError(f"truncated or no safetensors file: it has {size} bytes, but {needs}")
+            if length > MAX_HEADER:
+                raise ValueError(f"the header has {length} bytes; expected at most {MAX_HEADER}")
+            header = json.loads(file.read(length), object_pairs_hook=_object_without_duplicates)
+        if not isinstance(header, dict):
+            raise ValueError(f"the header is a JSON {type(header).__name__}; expected an object")
+    except (OSError, ValueError, RecursionError) as error:
+        problems.append(f"{path.name} cannot be read: {error}")
         return {}
     header.pop("__metadata__", None)
     tensors: dict[str, TensorInfo] = {}

@@ -134,7 +134,7 @@ def load_weights(
     staging = torch.empty(STAGING_BYTES, dtype=torch.uint8)
     in_file_order = sorted(checkpoint.tensors.items(), key=lambda item: (item[1].file, item[1].offset))
     for path, group in groupby(in_file_order, key=lambda item: item[1].file):
-        with path.open("rb", buffering=0) as file:
+        with _open(path) as file:
             for name, info in group:
                 destination = plan[name].destination
                 if destination is None:
@@ -147,9 +147,16 @@ def load_weights(
 def read_tensor(info: TensorInfo) -> torch.Tensor:
     """The tensor itself, in CPU memory. Raises ValueError naming the file and the tensor of a failed read."""
     tensor = torch.empty(info.shape, dtype=info.dtype)
-    with info.file.open("rb", buffering=0) as file:
+    with _open(info.file) as file:
         _read(file, info, info.offset, tensor)
     return tensor
+
+
+def _open(path: Path) -> FileIO:
+    try:
+        return path.open("rb", buffering=0)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be opened: {error}") from error
 
 
 def _fill(
@@ -180,7 +187,8 @@ def _fill(
 
 def _read(file: FileIO, info: TensorInfo, offset: int, into: torch.Tensor) -> None:
     """Reads the bytes at `offset` into the contiguous CPU tensor `into`."""
-    left = into.reshape(-1).view(torch.uint8).numpy().data
+    # Not reshape(-1): one element with a stride counts as contiguous and would keep its stride.
+    left = into.as_strided((into.numel(),), (1,)).view(torch.uint8).numpy().data
     try:
         file.seek(offset)
         while left:
