@@ -149,7 +149,7 @@ def test_byte_fallback(parts, skip):
 def test_byte_fallback_never_waits_for_broken_characters(junk, more):
     """Broken from the first character on, whatever follows."""
     ids = [BYTE_FALLBACK.backend.token_to_id(f"<0x{b:02X}>") for b in [0xFF, *junk]]
-    ids += BYTE_FALLBACK.backend.encode("the").ids if more else []
+    ids += BYTE_FALLBACK.backend.encode("the日").ids if more else []
     deltas, _ = deltas_of(BYTE_FALLBACK, ids)
     assert "".join(deltas) == BYTE_FALLBACK.decode(ids)
     assert deltas[: 1 + len(junk)] == ["\ufffd"] * (1 + len(junk))

@@ -208,7 +208,11 @@ def test_messages_of_another_form(messages):
 
 
 def test_variables_that_the_template_does_not_read():
-    template = ChatTemplate("{% if enable_thinking %}x{% endif %}{% for m in messages %}{% endfor %}", {})
+    template = ChatTemplate(
+        "{% if enable_thinking %}x{% endif %}{% if not messages %}{{ raise_exception('') }}{% endif %}", {}
+    )
     assert template.render([{"role": "user"}], enable_thinking=True) == "x"
-    with pytest.raises(ValueError, match=re.escape("does not read enable_thinkin; it reads: ['enable_thinking', ")):
+    with pytest.raises(
+        ValueError, match=re.escape("does not read enable_thinkin; it reads: ['enable_thinking', 'messages']")
+    ):
         template.render([{"role": "user"}], enable_thinkin=True)

@@ -59,7 +59,6 @@ class Detokenizer:
         if found:
             self.stopped = True
             end, start = min(found)
-            self._held = ""
             return text[: end if self._include_stop else start]
         shown = len(text) - max(_overlap(text, stop) for stop in self._stop)
         self._held = text[shown:]
