@@ -15,6 +15,8 @@ Errors: ValueError for a ring too short for the kernel's reach.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -57,16 +59,18 @@ def _reference(
     width, length = weight.shape[1], ring.shape[1]
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     taps = weight.t().to(dtype)  # [W, C], the oldest first
-    lags = torch.arange(width - 1, 0, -1, device=x.device) * dilation  # of the taps before the current token
+    lags, ticks = _lags(width, dilation, x.device), _ticks(len(slot), x.device)
     lines = ring.view(-1, ring.shape[2])
 
     def from_ring(base: Tensor, source: Tensor) -> Tensor:  # [n], [n, W - 1] -> [n, W - 1, C]
         old = lines.index_select(0, (base[:, None] + source.remainder(length)).flatten())
-        return old.view(*source.shape, -1).to(dtype).masked_fill_((source < 0)[..., None], 0)
+        old = old.view(*source.shape, -1).to(dtype)
+        return old.masked_fill_((source < 0)[..., None], 0) if bool(source.min() < 0) else old
 
-    if len(x) == num_tokens == len(slot) and torch.equal(sequence, torch.arange(num_tokens, device=x.device)):
+    if len(x) == num_tokens == len(slot) and torch.equal(sequence, ticks):
         base, pos = slot.long() * length, position.long()  # one token a sequence: every earlier tap is in the ring
-        total = from_ring(base, pos[:, None] - lags).mul_(taps[:-1]).sum(1).addcmul_(x.to(dtype), taps[-1])
+        source = pos[:, None] - lags
+        total = from_ring(base, source).mul_(taps[:-1]).sum(1).addcmul_(x.to(dtype), taps[-1])
         lines.index_copy_(0, base + pos.remainder(length), x.to(ring.dtype))
         return F.silu(total).to(x.dtype)
 
@@ -88,6 +92,17 @@ def _reference(
     lines.index_copy_(0, base[kept] + pos[kept].remainder(length), x[kept].to(ring.dtype))
     out[:num_tokens] = F.silu(total)
     return out
+
+
+@functools.cache
+def _lags(width: int, dilation: int, device: torch.device) -> Tensor:
+    """How far back the taps before the current token reach, the farthest first: int64 [W - 1]."""
+    return torch.arange(width - 1, 0, -1, device=device) * dilation
+
+
+@functools.lru_cache(maxsize=64)
+def _ticks(count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, dtype=torch.int32, device=device)
 
 
 @jit(do_not_specialize=["num_rows", "num_sequences"])

@@ -38,8 +38,9 @@ def _reference(
     dtype = torch.float64 if qkv.dtype == torch.float64 else torch.float32
     num_tokens, keys = qkv.shape[0], num_key_heads * key_dim
     qk = qkv[:, : 2 * keys].reshape(num_tokens, 2, num_key_heads, key_dim).to(dtype)
-    qk = F.rms_norm(qk, (key_dim,), None, 1e-6 / key_dim).to(qkv.dtype)  # sqrt(K) times the normalised heads
-    q, k = qk[:, 0] * (1 / key_dim), qk[:, 1] * key_dim**-0.5
+    norm = torch.linalg.vector_norm(qk, 2, -1, True)
+    qk = (qk * norm.square_().add_(1e-6).rsqrt_()).to(qkv.dtype)
+    q, k = qk[:, 0] * key_dim**-0.5, qk[:, 1]
     v = qkv[:, 2 * keys :].unflatten(1, (a.shape[1], -1))
     g = F.softplus(a.to(dtype) + dt_bias.to(dtype)).mul_(A_log.to(dtype).exp().neg_())
     return q, k, v, g, b.to(dtype).sigmoid()

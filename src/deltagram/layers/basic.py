@@ -58,17 +58,19 @@ class RMSNorm:
     """
 
     def __init__(self, size: int, eps: float, make: Factory, groups: int = 1) -> None:
-        self.size, self.eps, self.groups = size, eps, groups
+        self.size, self.groups = size, groups
+        self.eps = torch.full((), eps, device=make.device)
         self.weight = make.empty(groups * size, dtype=torch.float32)
         self._scale: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._scale is None:  # 1 + weight is made once, after loading
-            scale = 1 + self.weight
-            self._scale = scale.view(self.groups, self.size) if self.groups > 1 else scale
-        if self.groups == 1:
-            return F.rms_norm(x.float(), (self.size,), self._scale, self.eps).to(x.dtype)
-        return F.rms_norm(x.float(), (self.size,), None, self.eps).mul_(self._scale).to(x.dtype)
+        if self._scale is None:  # made once, after loading
+            self._scale = (1 + self.weight).view(self.groups, self.size) if self.groups > 1 else 1 + self.weight
+        wide = x.float()
+        # torch's rms_norm takes twice as long for the few rows of a decode step
+        norm = torch.linalg.vector_norm(wide, 2, -1, True)
+        inverse = torch.addcmul(self.eps, norm, norm, value=1 / self.size).rsqrt_()
+        return (wide * inverse).mul_(self._scale).to(x.dtype)
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         return {f"{prefix}.weight": self.weight}

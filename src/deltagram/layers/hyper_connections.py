@@ -45,7 +45,7 @@ class HyperConnection:
         return normed, F.silu(mixed[:, :rank]), mixed[:, rank:]
 
     def _input(self, normed: Tensor, low: Tensor) -> Tensor:
-        return self.up(low).sigmoid_().view(normed.shape).mul_(normed).mean(1)
+        return self.up(low).sigmoid_().view(normed.shape).mul_(normed).sum(1).mul_(1 / self.num_streams)
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         return self.norm.tensors(f"{prefix}.hc_norm") | self.down.tensors(prefix) | self.up.tensors(prefix)

@@ -16,7 +16,7 @@ class MLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up.split(x)
-        return self.down(F.silu(gate) * up)
+        return self.down(F.silu(gate).mul_(up))
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         return self.gate_up.tensors(prefix) | self.down.tensors(prefix)
@@ -44,20 +44,27 @@ class MoE:
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H]."""
         scores, shared_gate = self.router.split(x)
-        weight, expert = scores.float().softmax(-1).topk(self.top_k, -1)
-        if self.renormalise:
-            weight = weight / weight.sum(-1, keepdim=True)
+        if self.renormalise:  # a softmax over the chosen ones is the renormalised softmax over all
+            chosen, expert = scores.float().topk(self.top_k, -1)
+            weight = chosen.softmax(-1)
+        else:
+            weight, expert = scores.float().softmax(-1).topk(self.top_k, -1)
         out = self.shared(x) * shared_gate.sigmoid()
-        return self._experts(x, weight.to(x.dtype), expert, out)
-
-    def _experts(self, x: Tensor, weight: Tensor, expert: Tensor, out: Tensor) -> Tensor:
-        """Add the chosen experts' outputs to `out`.
-
-        A few tokens that together choose about every expert go through all of them at once, with zero weights where not
-        chosen: two products instead of many small ones. Otherwise each expert gets its own tokens.
-        """
+        if len(x) == 1:
+            return self._one_token(x, weight, expert, out)
         if self.num_experts <= expert.numel() <= 4 * self.num_experts:
-            return self._all_experts(x, weight, expert, out)
+            return self._all_experts(x, weight.to(x.dtype), expert, out)
+        return self._by_expert(x, weight.to(x.dtype), expert, out)
+
+    def _one_token(self, x: Tensor, weight: Tensor, expert: Tensor, out: Tensor) -> Tensor:
+        """The experts of a single token, one after the other: nothing to sort."""
+        for e, scale in zip(expert[0].tolist(), weight[0].tolist(), strict=True):
+            gate, up = F.linear(x, self.gate_up[e]).chunk(2, -1)
+            out = torch.addmm(out, F.silu(gate).mul_(up), self.down[e].t(), alpha=scale)
+        return out
+
+    def _by_expert(self, x: Tensor, weight: Tensor, expert: Tensor, out: Tensor) -> Tensor:
+        """Many tokens: each expert takes its own."""
         order = expert.flatten().argsort(stable=True)
         token = order // self.top_k
         scale = weight.flatten().index_select(0, order)[:, None]
@@ -68,14 +75,15 @@ class MoE:
                 continue
             part = slice(first, first + size)
             gate, up = F.linear(inputs[part], self.gate_up[e]).chunk(2, -1)
-            out.index_add_(0, token[part], F.linear(F.silu(gate) * up * scale[part], self.down[e]))
+            out.index_add_(0, token[part], F.linear(F.silu(gate).mul_(up).mul_(scale[part]), self.down[e]))
             first += size
         return out
 
     def _all_experts(self, x: Tensor, weight: Tensor, expert: Tensor, out: Tensor) -> Tensor:
+        """A few tokens that choose about every expert: all through all of them, with weight zero where not chosen."""
         scale = x.new_zeros(len(x), self.num_experts).scatter_(1, expert, weight)
         gate, up = F.linear(x, self.gate_up.flatten(0, 1)).view(len(x), self.num_experts, -1).chunk(2, -1)
-        hidden = F.silu(gate) * up * scale[..., None]
+        hidden = F.silu(gate).mul_(up).mul_(scale[..., None])
         return out + torch.bmm(hidden.transpose(0, 1), self.down.transpose(1, 2)).sum(0)
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
