@@ -1,0 +1,140 @@
+"""`deltagram compare` and `deltagram bench serve`."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from deltagram.experiments.bench import UNDECIDED, WRONG, bench
+from deltagram.experiments.charts import percent
+from deltagram.experiments.compare import Vetoed, cell_row
+from deltagram.experiments.compare import compare as run_compare
+from deltagram.experiments.plan import load_plan
+from deltagram.experiments.report import bound, headline, level, plain_bound
+from deltagram.experiments.stats import PairedResult, paired_tests
+from deltagram.experiments.tables import read_blocks
+
+app = typer.Typer(no_args_is_help=True, help="Speed claims as experiments.")
+app.add_typer(bench, name="bench")
+
+
+@app.command()
+def compare(
+    plan: Annotated[Path | None, typer.Argument(help="The plan (TOML): docs/experiments.md.")] = None,
+    aa: Annotated[bool, typer.Option("--aa", help="Run arm A against itself: the floor of this environment.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the latest record of this plan.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder of the records.")] = Path("experiments"),
+    results: Annotated[
+        Path | None, typer.Option("--from", help="Test the blocks of a CSV file instead of launching anything.")
+    ] = None,
+    margin: Annotated[
+        float | None, typer.Option(help="With --from: smallest difference that matters (0.01 is 1 %).")
+    ] = None,
+    better: Annotated[str, typer.Option(help="With --from: lower (times) or higher (throughputs).")] = "lower",
+    alpha: Annotated[float, typer.Option(help="With --from: error over all cells.")] = 0.05,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Decide whether arm B is faster than arm A: faster, slower, equivalent, or unresolved."""
+    console = Console(stderr=as_json)
+    try:
+        if results is not None:
+            _compare_table(results, plan, margin, better, alpha, as_json, console)
+            return
+        if plan is None:
+            raise ValueError("nothing to compare: expected a plan, or --from results.csv")
+        loaded = load_plan(plan)
+        outcome = run_compare(loaded, out, aa=aa, resume=resume, progress=_Lines(console))
+    except ValueError as error:
+        console.print(str(error), style="red", markup=False, highlight=False)
+        raise typer.Exit(WRONG) from None
+    except Vetoed as error:
+        console.print(f"vetoed by the A/A run of this plan: {error}", style="red", markup=False, highlight=False)
+        raise typer.Exit(UNDECIDED) from None
+    result = outcome.result
+    if as_json:
+        print(json.dumps(result, indent=1))
+    else:
+        _, word, how = headline(loaded, result)
+        console.print(f"\n[bold]{word}[/bold]\n{how}", highlight=False)
+        _print_cells({name: cell for name, cell in result["cells"].items() if cell["verdict"] != "unfinished"}, console)
+        console.print(f"record: {outcome.record.folder}", markup=False, highlight=False)
+    if result["state"] != "done":
+        text = f"{result['state']}: {result['reason']}\n--resume goes on from here"
+        console.print(text, style="yellow", markup=False, highlight=False)
+        raise typer.Exit(UNDECIDED)
+
+
+def _compare_table(
+    file: Path, plan: Path | None, margin: float | None, better: str, alpha: float, as_json: bool, console: Console
+) -> None:
+    if plan is not None:
+        raise ValueError("--from tests the numbers of a file: it takes no plan, but --margin, --better and --alpha")
+    if margin is None:
+        raise ValueError("--from needs --margin, the smallest difference that matters (0.01 is 1 %)")
+    tested = paired_tests(read_blocks(file), margin, better=better, alpha=alpha)
+    cells = {name: cell_row(result, result.blocks) for name, result in tested.items()}
+    if as_json:
+        print(json.dumps({"margin": margin, "cells": cells}, indent=1))
+    else:
+        _print_cells(cells, console)
+
+
+def _print_cells(cells: Mapping[str, Mapping[str, Any]], console: Console) -> None:
+    if not cells:
+        return
+    table = RichTable(box=None, pad_edge=False)
+    for column in ("cell", "verdict", "B over A", "interval", "p", "sign-flip p", "blocks"):
+        table.add_column(column, justify="left" if column in ("cell", "verdict") else "right")
+    for name, cell in cells.items():
+        flip = cell["sign_flip_p_value"]
+        table.add_row(
+            name, cell["verdict"], percent(cell["speedup"]),
+            f"{bound(cell['interval'][0])} to {bound(cell['interval'][1])} ({level(cell)})",
+            f"{cell['p_value']:.3f}", "—" if flip is None else f"{flip:.3f}", str(cell["blocks"]),
+        )  # fmt: skip
+    console.print(table)
+    for name, cell in cells.items():
+        if cell["verdict"] == "unresolved":
+            ways = (
+                (cell["blocks_to_show_a_difference"], "a difference"),
+                (cell["blocks_to_show_equivalence"], "equivalence"),
+            )
+            would = " or ".join(f"{blocks} blocks would show {what}" for blocks, what in ways if blocks)
+            console.print(
+                f"{name}: unresolved, resolution ±{plain_bound(cell['resolution'])}"
+                + (f"; as things stand {would}" if would else ""),
+                markup=False, highlight=False,
+            )  # fmt: skip
+
+
+class _Lines:
+    """Progress as lines: one when a launch has ended, with the time left; one per look."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+
+    def launching(self, what: str, done: int, total: int, left_s: float | None) -> None:
+        left = "" if left_s is None else f", {_clock(left_s)} left at most"
+        self._say(f"[{done}/{total}] {what}{left}")
+
+    def launched(self, launch: Mapping[str, Any]) -> None:
+        if launch["state"] == "ok":
+            self._say(f"        {launch['number']:.6g} in {launch['seconds']:.1f} s")
+        else:
+            self._say(f"        thrown out, {launch['state']}: {launch['reason']}", "yellow")
+
+    def looked(self, blocks: int, results: Mapping[str, PairedResult]) -> None:
+        for name, result in results.items():
+            low, high = result.interval
+            self._say(f"look at {blocks} blocks, {name}: {result.verdict}, {percent(low)} to {percent(high)}", "bold")
+
+    def _say(self, text: str, style: str = "") -> None:
+        self.console.print(text, style=style, markup=False, highlight=False)
+
+
+def _clock(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
