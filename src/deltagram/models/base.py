@@ -20,7 +20,9 @@ from deltagram.step.sequences import SequenceTable
 class Model(Protocol):
     """A hybrid decoder. The engine gives each layer of the three lists its part of the pools before the first step."""
 
-    config: ModelConfig
+    @property
+    def config(self) -> ModelConfig: ...
+
     linear_layers: list[GatedDeltaNet]
     attention_layers: list[Attention]
     memory_layers: list[PLELayer]

@@ -35,8 +35,17 @@ def load_model(
     """
     checkpoint = open_checkpoint(folder)
     shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
-    table_dtype = next((info.dtype for name, info in checkpoint.tensors.items() if ".ngram_embedding." in name), dtype)
+    table_dtype = _table_dtype(checkpoint, dtype)
     check_weights(checkpoint, build(config, max_context, meta_factory(dtype), table_dtype).weights(shapes))
     model = build(config, max_context, Factory(device, dtype), table_dtype)
     load_weights(checkpoint, model.weights(shapes), progress)
     return model, checkpoint
+
+
+def _table_dtype(checkpoint: Checkpoint, dtype: torch.dtype) -> torch.dtype:
+    """What n-gram rows are kept in: the checkpoint's own dtype. Raises ValueError for one that is not a plain float."""
+    found = {info.dtype for name, info in checkpoint.tensors.items() if ".ngram_embedding." in name} or {dtype}
+    if len(found) > 1 or not found <= {torch.float32, torch.bfloat16, torch.float16}:
+        names = ", ".join(sorted(str(each) for each in found))
+        raise ValueError(f"n-gram tables must all be float32, bfloat16 or float16, got {names}")
+    return found.pop()

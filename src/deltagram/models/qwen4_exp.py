@@ -163,9 +163,8 @@ def constants(prefix: str, spec: HashSpec) -> dict[str, Weight]:
 def table_parts(
     prefix: str, rows: Tensor, shapes: Mapping[str, tuple[int, ...]], config: Qwen4ExpConfig
 ) -> dict[str, Tensor]:
-    """The table's rows under the checkpoint's names: whole, or in `split_ngram_parts` consecutive shards."""
+    """The table's rows under the checkpoint's names: whole, or in up to `split_ngram_parts` consecutive shards."""
     if f"{prefix}.weight" in shapes:
         return {f"{prefix}.weight": rows}
-    parts = config.split_ngram_parts
-    even = -(-len(rows) // parts)
-    return {f"{prefix}.shard_{i}.weight": rows[i * even : (i + 1) * even] for i in range(parts)}
+    shards = rows.split(-(-len(rows) // config.split_ngram_parts))  # fewer than the parts where they come out uneven
+    return {f"{prefix}.shard_{i}.weight": shard for i, shard in enumerate(shards)}
