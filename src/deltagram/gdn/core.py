@@ -1,8 +1,11 @@
-"""The gated delta rule over a step: one fixed sequence of ops, whatever the step mixes."""
+"""The gated delta rule over a step: one fixed sequence of ops, whatever the step mixes.
+
+On a GPU that is four launches in a tokens-only bucket (with the gated norm that follows) and six in a mixed one. Their grids
+are the bucket's capacity and their sizes are read from the sequence table on the device, so a captured step is an eager one.
+"""
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from deltagram.kernels.causal_conv1d import causal_conv1d
@@ -14,10 +17,11 @@ from deltagram.step.sequences import SequenceTable
 
 @dataclass(slots=True)
 class LayerState:
-    """One layer's part of the pools: see gdn/state.py."""
+    """One layer's part of the pools: see gdn/state.py. `drafts` are the rings of k, v and gates, if steps may carry drafts."""
 
     recurrent: Tensor
     conv: Tensor
+    drafts: tuple[Tensor, Tensor, Tensor] | None = None
 
 
 def forward_core(
@@ -34,16 +38,16 @@ def forward_core(
 ) -> Tensor:
     """qkv [T, 2 H K + HV V], a and b [T, HV] -> the layer's heads [T, HV, V] before norm and gate; `state` is updated.
 
-    Tokens stay where they are: each op takes the rows of its own kind and leaves the others.
+    Tokens stay where they are: each op takes the rows of its own kind and leaves the others. Nobody writes the rows of padding,
+    and the gated norm does not read them.
     """
-    convolved = causal_conv1d(
-        qkv, conv_weight, state.conv, table.cu_tokens, table.sequence, table.position, table.start, table.slot
-    )
+    t, pool = table, state.recurrent
+    convolved = causal_conv1d(qkv, conv_weight, state.conv, t.cu_tokens, t.sequence, t.position, t.start, t.slot)
     q, k, v, g, beta = gated_delta_prep(convolved, a, b, A_log, dt_bias, num_key_heads, key_dim)
-    out = torch.zeros_like(v, memory_format=torch.contiguous_format)
-    gated_delta_recurrent(q, k, v, g, beta, state.recurrent, table.kind, table.slot, out)
-    if table.bucket.mixed:
-        gated_delta_chunk(
-            q, k, v, g, beta, state.recurrent, table.chunks, table.cu_tokens, table.start, table.slot, out
-        )
+    out = v.new_empty(v.shape)
+    gated_delta_recurrent(
+        q, k, v, g, beta, pool, t.kind, t.cu_tokens, t.start, t.pending, t.slot, out, state.drafts
+    )
+    if t.bucket.mixed:
+        gated_delta_chunk(q, k, v, g, beta, pool, t.chunks, t.kind, t.cu_tokens, t.start, t.slot, out)
     return out

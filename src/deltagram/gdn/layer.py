@@ -54,7 +54,7 @@ class GatedDeltaNet:
             table, qkv, a, b, self.conv, self.A_log, self.dt_bias, self.num_key_heads, self.key_dim, self.state
         )
         z = z.unflatten(1, (self.num_value_heads, self.value_dim))
-        return self.out(rms_norm_gated(heads, z, self.norm, self.eps, self.gate).flatten(1))
+        return self.out(rms_norm_gated(heads, z, self.norm, table.cu_tokens, self.eps, self.gate).flatten(1))
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         return (

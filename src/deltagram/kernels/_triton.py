@@ -43,13 +43,21 @@ class Build(NamedTuple):
 
 
 def compile_ahead(build: Build, capability: int) -> Any:
-    """Compile `build` for compute capability `capability` (80, 90, 100). Needs Triton, but no GPU."""
+    """Compile `build` for compute capability `capability` (80, 90, 100). Needs Triton, but no GPU.
+
+    Pointers and strides count as multiples of 16, as they are at every launch but for odd shapes.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
     names = build.kernel.arg_names
     signature = {name: "constexpr" if name in build.constants else build.types[name] for name in names}
-    source = ASTSource(build.kernel, signature, build.constants)
+    aligned = [
+        (i,)
+        for i, parameter in enumerate(build.kernel.params)
+        if signature[parameter.name][0] in "*i" and not parameter.do_not_specialize
+    ]
+    source = ASTSource(build.kernel, signature, build.constants, {i: [["tt.divisibility", 16]] for i in aligned})
     options = {"num_warps": build.num_warps, "num_stages": build.num_stages}
     return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 

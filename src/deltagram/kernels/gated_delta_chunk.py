@@ -10,15 +10,22 @@ D[i, j] = exp(G_i - G_j) for i >= j, the corrections U of a chunk that starts fr
 A sequence whose request has computed nothing before starts from zero, whatever its slot holds; any other starts from its
 slot. The final state is written back to the slot. Rows of tokens that are not prefill are left as they are.
 
-Shapes: q, k [T, H, K] (k normalised, q normalised and scaled), v [T, HV, V], g and beta [T, HV] fp32; state
-[slots, HV, V, K] fp32, updated in place; chunks [NT, 2] (sequence, index; sequence -1 is padding, ordered by sequence),
-cu_tokens [N + 1], start [N], slot [N]: int32; out [T, HV, V], written in place.
+The kernels run it in two launches: one works out, for every chunk on its own, A = (I + ...)^-1 diag(beta) and
+P = lower(D_ij q_i . k_j); the other walks each sequence's chunks, with U = A (V - exp(G) (K S^T)).
+
+Shapes: q, k [T, H, K] (k normalised, q normalised and scaled), v [T, HV, V] (rows may be strided), g and beta [T, HV] fp32;
+state [slots, HV, V, K], updated in place; chunks [NT, 2] (sequence, index; sequence -1 is padding, ordered by sequence), kind
+[N], cu_tokens [N + 1], start [N], slot [N]: int32; out [T, HV, V], written in place.
 Source: Parallelizing Linear Transformers with the Delta Rule, https://arxiv.org/abs/2406.06484, with the gate of
 https://arxiv.org/abs/2412.06464.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
+
+from deltagram.kernels._triton import Build, Impl, choose, jit, power_of_two, tl
 
 CHUNK = 64
 
@@ -31,13 +38,15 @@ def gated_delta_chunk(
     beta: Tensor,
     state: Tensor,
     chunks: Tensor,
+    kind: Tensor,
     cu_tokens: Tensor,
     start: Tensor,
     slot: Tensor,
     out: Tensor,
+    impl: Impl = None,
 ) -> None:
     """See the file's docstring."""
-    _reference(q, k, v, g, beta, state, chunks, cu_tokens, start, slot, out)
+    choose(impl, q.device, _reference, _launch)(q, k, v, g, beta, state, chunks, kind, cu_tokens, start, slot, out)
 
 
 def _reference(
@@ -48,6 +57,7 @@ def _reference(
     beta: Tensor,
     state: Tensor,
     chunks: Tensor,
+    kind: Tensor,
     cu_tokens: Tensor,
     start: Tensor,
     slot: Tensor,
@@ -56,7 +66,7 @@ def _reference(
     chunks = chunks[chunks[:, 0] >= 0].long()
     if len(chunks) == 0:
         return
-    dtype, group = state.dtype, v.shape[1] // k.shape[1]
+    dtype, group = torch.float64 if state.dtype == torch.float64 else torch.float32, v.shape[1] // k.shape[1]
     sequence, order = chunks.unbind(1)
     token = cu_tokens.long()[sequence][:, None] + order[:, None] * CHUNK + torch.arange(CHUNK, device=q.device)  # [C, 64]
     valid = token < cu_tokens.long()[sequence + 1][:, None]
@@ -85,8 +95,201 @@ def _reference(
     first = (start.long()[sequence] == 0) & (order == 0)
     for step in range(int(order.max()) + 1):
         c = (order == step).nonzero().squeeze(1)
-        s = state[slots[c]].masked_fill_(first[c].view(-1, 1, 1, 1), 0)  # [P, HV, V, K]
+        s = state[slots[c]].to(dtype).masked_fill_(first[c].view(-1, 1, 1, 1), 0)  # [P, HV, V, K]
         u = new_value[c] - state_key[c] @ s.transpose(-1, -2)
         o = q_c[c] @ s.transpose(-1, -2) + query_products[c] @ u
-        state[slots[c]] = s * whole[c] + u.transpose(-1, -2) @ to_end[c]
+        state[slots[c]] = (s * whole[c] + u.transpose(-1, -2) @ to_end[c]).to(state.dtype)
         out[token[c][valid[c]]] = o.transpose(1, 2)[valid[c]].to(out.dtype)
+
+
+@jit
+def _invert_blocks(system):  # type: ignore[no-untyped-def]
+    """The inverse of I plus the diagonal blocks of 16 of a strictly lower triangular [64, 64], by substitution, which is stable
+    where powers of the matrix are not. Blocks off the diagonal are zero."""
+    block = tl.arange(0, 4)
+    within = tl.arange(0, 16)
+    same = block[:, None, None, None] == block[None, None, :, None]
+    diagonal = tl.sum(tl.where(same, tl.reshape(system, [4, 16, 4, 16]), 0.0), 2)  # [4, 16, 16]
+    row, column = within[None, :, None], within[None, None, :]
+    inverse = tl.zeros([4, 16, 16], tl.float32) + tl.where(row == column, 1.0, 0.0)
+    for i in tl.static_range(15):  # row i is final; take it out of the rows below
+        factor = tl.sum(tl.where(column == i, diagonal, 0.0), 2)  # [4, 16]: column i of L, zero down to row i
+        final = tl.sum(tl.where(row == i, inverse, 0.0), 1)
+        inverse -= factor[:, :, None] * final[:, None, :]
+    return tl.reshape(tl.where(same, inverse[:, :, None, :], 0.0), [64, 64])
+
+
+@jit
+def _chunk_kernel(  # type: ignore[no-untyped-def]
+    q,
+    k,
+    g,
+    beta,
+    chunks,
+    cu_tokens,
+    decays,  # G [T, HV]
+    solved,  # A [T, HV, 64]
+    mixed,  # P [T, HV, 64]
+    q_stride,
+    k_stride,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    n = tl.load(chunks + 2 * tl.program_id(0))
+    if n < 0:
+        return
+    PRECISION: tl.constexpr = "tf32x3" if EXACT else "tf32"
+    hv = tl.program_id(1)
+    h = hv // (HV // H)
+    begin = tl.load(cu_tokens + n).to(tl.int64) + tl.load(chunks + 2 * tl.program_id(0) + 1) * 64
+    end = tl.load(cu_tokens + n + 1)
+    i = tl.arange(0, 64)
+    key = tl.arange(0, BK)
+    token = begin + i
+    real = token < end
+    inside = real[:, None] & (key < K)[None, :]
+    k_c = tl.load(k + token[:, None] * k_stride + h * K + key[None, :], mask=inside, other=0)
+    q_c = tl.load(q + token[:, None] * q_stride + h * K + key[None, :], mask=inside, other=0)
+    decay_log = tl.cumsum(tl.load(g + token * HV + hv, mask=real, other=0))
+    strength = tl.load(beta + token * HV + hv, mask=real, other=0)
+    tl.store(decays + token * HV + hv, decay_log, mask=real)
+
+    lower = i[:, None] >= i[None, :]
+    decay = tl.exp(tl.where(lower, decay_log[:, None] - decay_log[None, :], float("-inf")))
+    products = tl.dot(q_c, tl.trans(k_c), input_precision=PRECISION) * decay
+    at = (token * HV + hv)[:, None] * 64 + i[None, :]
+    tl.store(mixed + at, products.to(mixed.dtype.element_ty), mask=real[:, None])
+
+    system = tl.dot(k_c, tl.trans(k_c), input_precision=PRECISION) * decay * strength[:, None]
+    system = tl.where(i[:, None] > i[None, :], system, 0.0)
+    inverse = _invert_blocks(system)
+    # (I + L)^-1 = (I + M)^-1 D with M = D (L off the diagonal blocks); M^4 = 0, so (I + M)^-1 = (I - M)(I + M^2)
+    below = tl.where((i[:, None] // 16) > (i[None, :] // 16), system, 0.0)
+    step = tl.dot(inverse, below, input_precision=PRECISION)
+    even = tl.where(i[:, None] == i[None, :], 1.0, 0.0) - step
+    even += tl.dot(even, tl.dot(step, step, input_precision=PRECISION), input_precision=PRECISION)
+    inverse = tl.dot(even, inverse, input_precision=PRECISION)
+    tl.store(solved + at, (inverse * strength[None, :]).to(solved.dtype.element_ty), mask=real[:, None])
+
+
+@jit
+def _walk_kernel(  # type: ignore[no-untyped-def]
+    q,
+    k,
+    v,
+    decays,
+    solved,
+    mixed,
+    state,
+    kind,
+    cu_tokens,
+    start,
+    slot,
+    out,
+    q_stride,
+    k_stride,
+    v_stride,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    n = tl.program_id(1) // HV
+    if tl.load(kind + n) != 2:
+        return
+    hv = tl.program_id(1) % HV
+    h = hv // (HV // H)
+    i = tl.arange(0, 64)
+    key = tl.arange(0, BK)
+    value = tl.program_id(0) * BV + tl.arange(0, BV)
+    begin = tl.load(cu_tokens + n).to(tl.int64)
+    end = tl.load(cu_tokens + n + 1).to(tl.int64)
+    line = state + (tl.load(slot + n).to(tl.int64) * HV + hv) * (V * K)
+    at = line + value[None, :] * K + key[:, None]  # S^T [K, V]: so it is the right side of every product
+    held = (value < V)[None, :] & (key < K)[:, None]
+    s = tl.load(at, mask=held & (tl.load(start + n) > 0), other=0).to(tl.float32)
+    for first in tl.range(begin, end, 64, num_stages=STAGES):
+        token = first + i
+        real = token < end
+        keyed = real[:, None] & (key < K)[None, :]
+        valued = real[:, None] & (value < V)[None, :]
+        pair = (token * HV + hv)[:, None] * 64 + i[None, :]
+        k_c = tl.load(k + token[:, None] * k_stride + h * K + key[None, :], mask=keyed, other=0)
+        q_c = tl.load(q + token[:, None] * q_stride + h * K + key[None, :], mask=keyed, other=0)
+        v_c = tl.load(v + token[:, None] * v_stride + hv * V + value[None, :], mask=valued, other=0)
+        a_c = tl.load(solved + pair, mask=real[:, None], other=0)
+        p_c = tl.load(mixed + pair, mask=real[:, None], other=0)
+        decay_log = tl.load(decays + token * HV + hv, mask=real, other=0)
+        whole = tl.load(decays + (tl.minimum(first + 64, end) - 1) * HV + hv)
+        from_start = tl.exp(decay_log)[:, None]
+
+        operand = s.to(k_c.dtype)
+        rest = v_c.to(tl.float32) - from_start * tl.dot(k_c, operand, input_precision="tf32x3")
+        u = tl.dot(a_c, rest.to(k_c.dtype), input_precision="tf32x3")
+        o = from_start * tl.dot(q_c, operand, input_precision="tf32x3")
+        o += tl.dot(p_c, u.to(k_c.dtype), input_precision="tf32x3")
+        tl.store(out + (token * HV + hv)[:, None] * V + value[None, :], o.to(out.dtype.element_ty), mask=valued)
+        to_end = (u * tl.exp(whole - decay_log)[:, None]).to(k_c.dtype)
+        s = tl.dot(tl.trans(k_c), to_end, s * tl.exp(whole), input_precision="tf32x3")
+    tl.store(at, s.to(state.dtype.element_ty), mask=held)
+
+
+def _tiles(key_dim: int, value_dim: int, exact: bool) -> dict[str, int]:
+    """A program's part of a state, its warps and its loads in flight: by the model's shapes alone, since they decide bits."""
+    columns = power_of_two(key_dim, 16)
+    wide = columns > 128 or exact
+    return {"BK": columns, "BV": min(power_of_two(value_dim, 16), 16 if wide else 32), "STAGES": 1 if wide else 2}
+
+
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    chunks: Tensor,
+    kind: Tensor,
+    cu_tokens: Tensor,
+    start: Tensor,
+    slot: Tensor,
+    out: Tensor,
+) -> None:
+    num_tokens, heads, key_dim = k.shape
+    value_heads, value_dim = v.shape[1:]
+    assert state.is_contiguous() and out.is_contiguous() and g.is_contiguous() and beta.is_contiguous()
+    assert q.stride()[1:] == k.stride()[1:] == (key_dim, 1) and v.stride()[1:] == (value_dim, 1)
+    exact = q.dtype == torch.float32
+    tiles = _tiles(key_dim, value_dim, exact)
+    decays = torch.empty_like(g)
+    solved, mixed = q.new_empty(2, num_tokens, value_heads, CHUNK)
+    shape = {"H": heads, "HV": value_heads, "K": key_dim}
+    _chunk_kernel[len(chunks), value_heads](
+        q, k, g, beta, chunks, cu_tokens, decays, solved, mixed, q.stride(0), k.stride(0),
+        **shape, BK=tiles["BK"], EXACT=exact, num_warps=4,
+    )  # fmt: skip
+    _walk_kernel[-(-value_dim // tiles["BV"]), len(kind) * value_heads](
+        q, k, v, decays, solved, mixed, state, kind, cu_tokens, start, slot, out,
+        q.stride(0), k.stride(0), v.stride(0), **shape, V=value_dim, **tiles, num_warps=4,
+    )  # fmt: skip
+
+
+def ahead_of_time() -> list[Build]:
+    builds = []
+    for dtype, key_dim, value_dim in (("*bf16", 128, 128), ("*bf16", 256, 64), ("*fp32", 64, 128)):
+        exact = dtype == "*fp32"
+        tiles = _tiles(key_dim, value_dim, exact)
+        types = dict.fromkeys(("q", "k", "v", "solved", "mixed", "out"), dtype)
+        types |= dict.fromkeys(("g", "beta", "decays", "state"), "*fp32")
+        types |= dict.fromkeys(("chunks", "kind", "cu_tokens", "start", "slot"), "*i32")
+        types |= dict.fromkeys(("q_stride", "k_stride", "v_stride"), "i32")
+        shape = {"H": 16, "HV": 32, "K": key_dim}
+        builds.append(Build(_chunk_kernel, types, {**shape, "BK": tiles["BK"], "EXACT": exact}))
+        builds.append(Build(_walk_kernel, types, {**shape, "V": value_dim, **tiles}))
+    return builds

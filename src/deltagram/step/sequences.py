@@ -33,6 +33,7 @@ class SequenceTable:
     Derived on the device:
       start       [N]       tokens of the sequence's request computed before this step
       length      [N]       start + new tokens; 0 for padding
+      pending     [N]       accepted drafts of the request's last step, which its recurrent state has yet to take
       sequence    [T]       sequence of each token; -1 for padding
       position    [T]       absolute position of each token in its request; 0 for padding
       token       [T]       token ids; 0 for padding
@@ -53,6 +54,7 @@ class SequenceTable:
     chunks: Tensor
     start: Tensor
     length: Tensor
+    pending: Tensor
     sequence: Tensor
     position: Tensor
     token: Tensor
@@ -132,6 +134,7 @@ def prepare(packed: Tensor, bucket: Bucket, history: TokenHistory, page_table: T
     start = torch.where(kind == Kind.PREFILL, view["prefill_start"], history.lengths[sequence_row] - 1)
     start = torch.where(real, start, 0).int()
     length = torch.where(real, start + new, 0).int()
+    pending = torch.where(kind <= Kind.VERIFY, history.committed[sequence_row] - 1, 0).clamp_(min=0)
 
     ticks = torch.arange(bucket.tokens, dtype=torch.int32, device=device)
     valid = ticks < view["counts"][0]
@@ -148,6 +151,7 @@ def prepare(packed: Tensor, bucket: Bucket, history: TokenHistory, page_table: T
         **packed_fields,
         start=start,
         length=length,
+        pending=pending,
         sequence=torch.where(valid, found, -1).int(),
         position=position,
         token=token,
