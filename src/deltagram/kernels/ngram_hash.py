@@ -1,58 +1,236 @@
-"""Row ids of the n-grams that end at each token, from the token history alone.
+"""Row ids of the n-grams that end at each token, from the token history alone; every memory layer in one launch.
 
-For a token at position t of its request, with `lookback s` the token s places earlier and `fill` in its stead from the first
-one on that lies before the request's start, or is an end-of-sequence token (which closes the text before it):
+For a token at position t of its request, lookback s is the token s places earlier, mapped by `token_map` where there
+is one. From the first lookback on that is missing, it and all older ones are `fill` instead: one before the request's
+start, one that is dead (marked in `dead`, or mapped to a negative id), and for s > 0 an end-of-sequence token, which
+closes the text before it.
 
-    id[t, column] = (xor over s < order of lookback_s * multiplier[s]) mod modulus[column] + offset[column]
+    mixed[t, column] = xor or sum over s < max_order of lookback_s * multiplier[s, column]
+    id[t, column]    = mixed mod modulus[column] + offset[column]
 
-Columns are in (order, head) order, orders 2..max. Stateless: the same ids whatever chunks, preemptions or rejected drafts came
-before. Multipliers are chosen by the family so that no product leaves int64.
+A column of order n has multiplier 0 for s >= n, which changes neither mix. xor: one multiplier a lookback, the same
+for every column that uses it (DeepSeek's Engram, Qwen4-Exp). sum, `polynomial`: the vocabulary's powers modulo each
+column's (LongCat). Stateless: the same ids whatever chunks, preemptions or rejected drafts came before. Families
+choose multipliers so that no product, and no sum, leaves int64.
 
-Shapes: history [rows, context] int32; row [T] int32 (history row of each token, -1 for padding), position [T] int32;
-multipliers [L, max_order], moduli and offsets [L, columns] int64, L memory layers. Returns int64 [L, T, columns]; padding
-hashes to -1.
+Shapes: history [rows, context] int32; sequence [T] int32, -1 for padding; row [N] int32, the history row of each
+sequence; position [T] int32; multipliers [L, max_order, columns], moduli and offsets [L, columns] int64, columns in
+(order, head) order; token_map [vocab] int32; dead [rows, context] bool. Returns int64 [L, T, columns]; padding hashes
+to -1 and reads nothing.
 """
 
+from __future__ import annotations
+
+import numpy as np
 import torch
 from torch import Tensor
+
+from deltagram.kernels._triton import Build, Impl, choose, jit, power_of_two, tl
+
+_TOKENS = 8  # a program's
 
 
 def ngram_hash(
     history: Tensor,
+    sequence: Tensor,
     row: Tensor,
     position: Tensor,
     multipliers: Tensor,
     moduli: Tensor,
     offsets: Tensor,
     fill: int,
-    end_of_sequence: int,
+    end_of_sequence: int = -1,
+    polynomial: bool = False,
+    token_map: Tensor | None = None,
+    dead: Tensor | None = None,
+    impl: Impl = None,
 ) -> Tensor:
-    """See the file's docstring. `fill` is the token that stands for a missing one; `end_of_sequence` -1 for none."""
-    return _reference(history, row, position, multipliers, moduli, offsets, fill, end_of_sequence)
+    """See the file's docstring. `fill` is a mapped id; `end_of_sequence` an unmapped one, -1 for none."""
+    body = choose(impl, history.device, _reference, _launch)
+    return body(
+        history,
+        sequence,
+        row,
+        position,
+        multipliers,
+        moduli,
+        offsets,
+        fill,
+        end_of_sequence,
+        polynomial,
+        token_map,
+        dead,
+    )
 
 
 def _reference(
     history: Tensor,
+    sequence: Tensor,
     row: Tensor,
     position: Tensor,
     multipliers: Tensor,
     moduli: Tensor,
     offsets: Tensor,
     fill: int,
-    end_of_sequence: int,
+    end_of_sequence: int = -1,
+    polynomial: bool = False,
+    token_map: Tensor | None = None,
+    dead: Tensor | None = None,
 ) -> Tensor:
-    max_order = multipliers.shape[1]
-    lags = torch.arange(max_order, device=history.device)
-    source = position[:, None].long() - lags  # [T, max_order]
-    tokens = history[row.clamp(min=0).long()[:, None], source.clamp(min=0)].long()
-    missing = source < 0
-    missing |= (tokens == end_of_sequence) & (lags > 0)
-    tokens.masked_fill_(missing.cummax(1).values, fill)
-    mixed = (tokens * multipliers[:, None]).unbind(2)  # max_order of [L, T]
-    heads = moduli.shape[1] // (max_order - 1)
-    running, columns = mixed[0], []
-    for order in range(1, max_order):
-        running = running ^ mixed[order]
-        columns.append(running[..., None].remainder(moduli[:, None, (order - 1) * heads : order * heads]))
-    ids = torch.cat(columns, -1) + offsets[:, None]
-    return ids.masked_fill_((row < 0)[:, None], -1)
+    # numpy for the small arrays, where an operation costs it a fraction of what it costs torch; torch for the large
+    # ones. mode="clip" sends an index before the first element, a lookback or a padding token's, there: it is not
+    # used.
+    layers, max_order, columns = multipliers.shape
+    heads = columns // (max_order - 1)
+    weights = multipliers.numpy()
+    padded = sequence.numpy() < 0
+    pos = position.numpy()
+    at = row.numpy().take(sequence.numpy(), mode="clip") * np.int64(history.stride(0)) + pos
+    flat, flat_dead = history.numpy().reshape(-1), None if dead is None else dead.numpy().reshape(-1)
+    ids = torch.empty(layers, len(pos), columns, dtype=torch.int64)
+    missing = padded
+    mixed = np.zeros((layers, len(pos), columns if polynomial else 1), np.int64)
+    for lag in range(max_order):
+        missing = missing | (pos < lag)
+        tokens = flat.take(at - lag, mode="clip")
+        if lag and end_of_sequence >= 0:
+            missing |= tokens == end_of_sequence
+        if flat_dead is not None:
+            missing |= flat_dead.take(at - lag, mode="clip")
+        if token_map is not None:
+            tokens = token_map.numpy().take(tokens, mode="clip")
+            missing |= tokens < 0
+        terms = np.where(missing, np.int64(fill), tokens)[:, None]
+        if polynomial:
+            mixed += terms * weights[:, lag, None]
+        else:
+            mixed = mixed ^ (terms * weights[:, lag, None, -1:])  # the last column uses every lookback
+            if lag:
+                part = slice((lag - 1) * heads, lag * heads)
+                torch.remainder(torch.from_numpy(mixed), moduli[:, None, part], out=ids[..., part])
+    if polynomial:
+        torch.remainder(torch.from_numpy(mixed), moduli[:, None], out=ids)
+    ids += offsets[:, None]
+    if padded.any():
+        ids[:, torch.from_numpy(padded)] = -1
+    return ids
+
+
+@jit(do_not_specialize=["num_tokens"])
+def _kernel(  # type: ignore[no-untyped-def]
+    history,
+    history_stride,
+    sequence,
+    row,
+    position,
+    multipliers,
+    moduli,
+    offsets,
+    token_map,
+    dead,
+    out,
+    num_tokens,
+    fill,
+    end_of_sequence,
+    COLUMNS: tl.constexpr,
+    COLUMNS_PADDED: tl.constexpr,
+    ORDER: tl.constexpr,
+    POLYNOMIAL: tl.constexpr,
+    HAS_MAP: tl.constexpr,
+    HAS_DEAD: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    layer = tl.program_id(1)
+    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    c = tl.arange(0, COLUMNS_PADDED)
+    inside = c < COLUMNS
+    seq = tl.load(sequence + t, mask=t < num_tokens, other=-1)
+    real = seq >= 0
+    base = tl.load(row + seq, mask=real, other=0).to(tl.int64) * history_stride
+    pos = tl.load(position + t, mask=real, other=0)
+    modulus = tl.load(moduli + layer * COLUMNS + c, mask=inside, other=1)
+    # Exact division by multiplication: q below is the quotient or one less, as mixed < 2^63 and the error of
+    # reciprocal is under 1. One division a column and program instead of one an id.
+    reciprocal = 0xFFFFFFFFFFFFFFFF // modulus.to(tl.uint64)
+    missing = pos < 0
+    mixed = tl.zeros((TOKENS, COLUMNS_PADDED), tl.int64)
+    for s in tl.static_range(ORDER):
+        missing = missing | (pos < s)
+        reads = real & (missing == 0)
+        token = tl.load(history + base + pos - s, mask=reads, other=0)
+        if s > 0:
+            missing = missing | (token == end_of_sequence)
+        if HAS_DEAD:
+            missing = missing | (tl.load(dead + base + pos - s, mask=reads, other=0) != 0)
+        if HAS_MAP:
+            token = tl.load(token_map + token, mask=reads, other=0)
+            missing = missing | (token < 0)
+        term = tl.where(missing, fill, token).to(tl.int64)
+        multiplier = tl.load(multipliers + (layer * ORDER + s) * COLUMNS + c, mask=inside, other=0)
+        product = term[:, None] * multiplier[None, :]
+        if POLYNOMIAL:
+            mixed = mixed + product
+        else:
+            mixed = mixed ^ product
+    unsigned = mixed.to(tl.uint64)
+    quotient = tl.umulhi(unsigned, tl.broadcast_to(reciprocal[None, :], (TOKENS, COLUMNS_PADDED)))
+    rest = mixed - quotient.to(tl.int64) * modulus[None, :]
+    rest = tl.where(rest >= modulus[None, :], rest - modulus[None, :], rest)
+    offset = tl.load(offsets + layer * COLUMNS + c, mask=inside, other=0)
+    ids = tl.where(real[:, None], rest + offset[None, :], -1)
+    at = (layer.to(tl.int64) * num_tokens + t)[:, None] * COLUMNS + c[None, :]
+    tl.store(out + at, ids, mask=(t < num_tokens)[:, None] & inside[None, :])
+
+
+def _launch(
+    history: Tensor,
+    sequence: Tensor,
+    row: Tensor,
+    position: Tensor,
+    multipliers: Tensor,
+    moduli: Tensor,
+    offsets: Tensor,
+    fill: int,
+    end_of_sequence: int = -1,
+    polynomial: bool = False,
+    token_map: Tensor | None = None,
+    dead: Tensor | None = None,
+) -> Tensor:
+    layers, max_order, columns = multipliers.shape
+    num_tokens = len(position)
+    out = torch.empty(layers, num_tokens, columns, dtype=torch.int64, device=history.device)
+    assert history.stride(1) == 1 and (dead is None or dead.stride() == history.stride())
+    assert multipliers.is_contiguous() and moduli.is_contiguous() and offsets.is_contiguous()
+    _kernel[(-(-num_tokens // _TOKENS), layers)](
+        history,
+        history.stride(0),
+        sequence,
+        row,
+        position,
+        multipliers,
+        moduli,
+        offsets,
+        token_map,
+        None if dead is None else dead.view(torch.uint8),
+        out,
+        num_tokens,
+        fill,
+        end_of_sequence,
+        **_constants(columns, max_order, polynomial, token_map is not None, dead is not None),
+    )
+    return out
+
+
+def _constants(columns: int, max_order: int, polynomial: bool, has_map: bool, has_dead: bool) -> dict[str, object]:
+    sizes = {"COLUMNS": columns, "COLUMNS_PADDED": power_of_two(columns), "ORDER": max_order, "TOKENS": _TOKENS}
+    return sizes | {"POLYNOMIAL": polynomial, "HAS_MAP": has_map, "HAS_DEAD": has_dead}
+
+
+def ahead_of_time() -> list[Build]:
+    integers = dict.fromkeys(("num_tokens", "fill", "end_of_sequence", "history_stride"), "i32")
+    types = integers | dict.fromkeys(("history", "sequence", "row", "position", "token_map"), "*i32") | {"dead": "*u8"}
+    types |= dict.fromkeys(("multipliers", "moduli", "offsets", "out"), "*i64")
+    engram = Build(_kernel, types, _constants(24, 4, False, True, True))
+    ple = Build(_kernel, types, _constants(16, 3, False, False, False) | {"token_map": None, "dead": None})
+    longcat = Build(_kernel, types, _constants(12, 4, True, True, False) | {"dead": None})
+    return [engram, ple, longcat]

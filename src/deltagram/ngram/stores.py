@@ -9,8 +9,8 @@ from torch import Tensor
 class RowStore(Protocol):
     """A placement of one layer's table: `num_rows` rows of `row_dim` values.
 
-    `capturable` says whether a lookup may be recorded in a graph; `needs_host_tokens` whether the host must be given the
-    step's tokens to find the rows.
+    `capturable` says whether a lookup may be recorded in a graph; `needs_host_tokens` whether the host must be given
+    the step's tokens to find the rows.
     """
 
     num_rows: int

@@ -1,0 +1,83 @@
+"""Rows of a memory table by their ids, as the bytes they are stored in.
+
+    out[i] = table[ids[i]];  zeros where ids[i] is -1, or with `keep` what out[i] held before
+
+A row is values and their scales side by side (ngram/formats.py), so that one request to memory brings both. The table
+may lie in page-locked host memory, which a CUDA device reads in place.
+
+Shapes: table uint8 [rows, row_bytes], rows contiguous; ids int32 or int64 [...], each -1 or in [0, rows); out uint8
+[..., row_bytes], contiguous, on the device of `ids`. Returns out. Errors: ValueError for `keep` without `out`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deltagram.kernels._triton import Build, Impl, choose, jit, tl
+
+_WORDS = 1024  # a program's, of the largest word that divides a row
+
+
+def row_lookup(table: Tensor, ids: Tensor, out: Tensor | None = None, keep: bool = False, impl: Impl = None) -> Tensor:
+    """See the file's docstring."""
+    if keep and out is None:
+        raise ValueError("keep=True leaves rows of `out` as they are; expected an `out`")
+    return choose(impl, ids.device, _reference, _launch)(table, ids, out, keep)
+
+
+def _reference(table: Tensor, ids: Tensor, out: Tensor | None = None, keep: bool = False) -> Tensor:
+    flat, row_bytes = ids.reshape(-1), table.shape[1]
+    if out is None:
+        out = torch.empty(*ids.shape, row_bytes, dtype=torch.uint8, device=ids.device)
+    rows = out.view(-1, row_bytes)
+    absent = flat < 0
+    if not absent.any():
+        torch.index_select(table, 0, flat, out=rows)
+    elif keep:
+        present = ~absent
+        rows[present] = table.index_select(0, flat[present])
+    else:
+        torch.index_select(table, 0, flat.clamp(min=0), out=rows)
+        rows[absent] = 0
+    return out
+
+
+@jit(do_not_specialize=["num_rows"])
+def _kernel(  # type: ignore[no-untyped-def]
+    table, ids, out, num_rows, ROW_WORDS: tl.constexpr, KEEP: tl.constexpr, WORDS: tl.constexpr
+):
+    at = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
+    row = at // ROW_WORDS
+    inside = row < num_rows
+    wanted = tl.load(ids + row, mask=inside, other=-1).to(tl.int64)
+    present = wanted >= 0
+    word = tl.load(table + wanted * ROW_WORDS + at % ROW_WORDS, mask=present, other=0)
+    tl.store(out + at, word, mask=present if KEEP else inside)
+
+
+def _launch(table: Tensor, ids: Tensor, out: Tensor | None = None, keep: bool = False) -> Tensor:
+    row_bytes, count = table.shape[1], ids.numel()
+    if out is None:
+        out = torch.empty(*ids.shape, row_bytes, dtype=torch.uint8, device=ids.device)
+    assert table.is_contiguous() and ids.is_contiguous() and out.is_contiguous()
+    word = word_type(row_bytes)
+    row_words = row_bytes // word.itemsize
+    if count:
+        grid = (-(-count * row_words // _WORDS),)
+        _kernel[grid](table.view(word), ids, out.view(word), count, row_words, keep, _WORDS, num_warps=4)
+    return out
+
+
+def word_type(row_bytes: int) -> torch.dtype:
+    """The largest integer that divides a row."""
+    return next(t for t in (torch.int64, torch.int32, torch.int16, torch.uint8) if row_bytes % t.itemsize == 0)
+
+
+def ahead_of_time() -> list[Build]:
+    builds = []
+    forms = ((False, "*i64", "*i64", 33), (True, "*i64", "*i64", 40), (False, "*i32", "*i32", 41))
+    for keep, ids, word, row_words in forms:
+        types = {"table": word, "out": word, "ids": ids, "num_rows": "i32"}
+        builds.append(Build(_kernel, types, {"ROW_WORDS": row_words, "KEEP": keep, "WORDS": _WORDS}))
+    return builds
