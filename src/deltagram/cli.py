@@ -122,7 +122,7 @@ def generate(
 def chat(
     model: Model = None,
     system: Annotated[str | None, typer.Option(help="Instructions that come before the conversation.")] = None,
-    max_tokens: MaxTokens = None,
+    max_tokens: MaxTokens = 512,
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
@@ -137,7 +137,7 @@ def chat(
     """Talk to a model that has a chat template, one line at a time. /reset forgets, /exit leaves."""
     with _exits():
         params = _sampling_params(
-            max_tokens=512 if max_tokens is None else max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+            max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
             repetition_penalty=repetition_penalty, seed=seed, stop=stop,
         )  # fmt: skip
         llm = _load(model, device=device, dtype=dtype, settings=settings)
