@@ -240,7 +240,8 @@ def test_version():
 def test_experiments_say_what_to_install(monkeypatch):
     for name in [name for name in sys.modules if name.startswith("deltagram.experiments")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "scipy", None)
+    for name in ["scipy", *(name for name in sys.modules if name.startswith("scipy."))]:
+        monkeypatch.setitem(sys.modules, name, None)
     for command in ("compare", "bench"):
         result = run(command, "plan.toml")
         assert result.exit_code == 1
