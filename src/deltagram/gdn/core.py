@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from deltagram.kernels._triton import Impl
 from deltagram.kernels.causal_conv1d import causal_conv1d
 from deltagram.kernels.gated_delta_chunk import gated_delta_chunk
 from deltagram.kernels.gated_delta_prep import gated_delta_prep
@@ -35,6 +36,7 @@ def forward_core(
     num_key_heads: int,
     key_dim: int,
     state: LayerState,
+    impl: Impl = None,
 ) -> Tensor:
     """qkv [T, 2 H K + HV V], a and b [T, HV] -> the layer's heads [T, HV, V] before norm and gate; `state` is updated.
 
@@ -42,12 +44,14 @@ def forward_core(
     and the gated norm does not read them.
     """
     t, pool = table, state.recurrent
-    convolved = causal_conv1d(qkv, conv_weight, state.conv, t.cu_tokens, t.sequence, t.position, t.start, t.slot)
-    q, k, v, g, beta = gated_delta_prep(convolved, a, b, A_log, dt_bias, num_key_heads, key_dim)
+    convolved = causal_conv1d(
+        qkv, conv_weight, state.conv, t.cu_tokens, t.sequence, t.position, t.start, t.slot, impl=impl
+    )
+    q, k, v, g, beta = gated_delta_prep(convolved, a, b, A_log, dt_bias, num_key_heads, key_dim, impl)
     out = v.new_empty(v.shape)
     gated_delta_recurrent(
-        q, k, v, g, beta, pool, t.kind, t.cu_tokens, t.start, t.pending, t.slot, out, state.drafts
+        q, k, v, g, beta, pool, t.kind, t.cu_tokens, t.start, t.pending, t.slot, out, state.drafts, impl
     )
     if t.bucket.mixed:
-        gated_delta_chunk(q, k, v, g, beta, pool, t.chunks, t.kind, t.cu_tokens, t.start, t.slot, out)
+        gated_delta_chunk(q, k, v, g, beta, pool, t.chunks, t.kind, t.cu_tokens, t.start, t.slot, out, impl)
     return out

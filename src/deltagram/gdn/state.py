@@ -3,6 +3,8 @@
 recurrent  [slots, HV, V, K]   the state S of the gated delta rule, fp32 unless the settings name another dtype
 conv       [slots, R, C]       ring of the convolution's inputs: absolute position p at p modulo R
 memory     [slots, R', C']     the same for a memory layer's convolution
+drafts     k [slots, D, H, K], v [slots, D, HV, V], gates [slots, D, 2, HV]: what the recurrent state needs of drafted tokens,
+                               at their absolute position modulo D; only where steps carry drafts
 
 The last slot is the pad slot: padding names it, no request owns it, nobody writes it.
 """
@@ -15,10 +17,16 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class Owner:
-    """What the host knows of a slot in use: who has it, and how many of its request's tokens the state holds."""
+    """What the host knows of a slot in use.
+
+    `state_pos` of the `request`'s tokens are in the recurrent state; up to `pending` more, drafted ones, may have been accepted
+    and then wait in the rings. A step that failed half-way leaves a state that is no longer `valid`.
+    """
 
     request: int
     state_pos: int = 0
+    pending: int = 0
+    valid: bool = True
 
 
 class SlotPool:
@@ -57,14 +65,23 @@ class SlotPool:
         del self._owners[slot]
         self._free.append(slot)
 
-    def advance(self, slot: int, generation: int, request: int, start: int, num_new: int) -> None:
-        """Check that the slot holds `request`'s first `start` tokens, and note that a step brings it `num_new` further."""
+    def advance(
+        self, slot: int, generation: int, request: int, start: int, num_new: int, num_draft: int = 0
+    ) -> None:
+        """Check that the slot holds `request`'s first `start` tokens, and note that a step brings it `num_new` further, the last
+        `num_draft` of which may yet be rejected. Raises RuntimeError if it does not."""
         owner = self._owners.get(slot)
         if owner is None or owner.request != request or self.generation[slot] != generation:
             raise RuntimeError(f"slot {slot}, generation {generation}, is not request {request}'s: it has {owner}")
-        if owner.state_pos != start:
-            raise RuntimeError(f"slot {slot} holds {owner.state_pos} tokens of request {request}; the step starts at {start}")
-        owner.state_pos = start + num_new
+        if not owner.valid:
+            raise RuntimeError(f"slot {slot} of request {request} was left half-way by a failed step; compute it anew")
+        if not owner.state_pos <= start <= owner.state_pos + owner.pending:
+            raise RuntimeError(f"slot {slot} holds {owner}; the step starts at {start}")
+        owner.state_pos, owner.pending = start + num_new - num_draft, num_draft
+
+    def invalidate(self, slot: int) -> None:
+        """A step that uses the slot has failed: its request must start over, in this slot or another."""
+        self._owners[slot].valid = False
 
     def check_empty(self) -> None:
         """No slot is owned, and each can be taken once."""
@@ -74,6 +91,30 @@ class SlotPool:
 def ring_length(reach: int, max_draft: int) -> int:
     """Entries a ring needs so that a step's drafts never overwrite what its committed tokens still read."""
     return reach + 1 + max_draft
+
+
+def draft_rings(
+    num_slots: int,
+    max_draft: int,
+    heads: int,
+    value_heads: int,
+    value_dim: int,
+    key_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    poison: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The rings of k, v and gates of steps with up to `max_draft` drafts a sequence.
+
+    Their length keeps the entries that a step replays (drafts accepted before its first token) apart from those it writes.
+    """
+    length = 2 * max_draft + 1
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    return (
+        allocate(num_slots, (length, heads, key_dim), dtype, device, poison),
+        allocate(num_slots, (length, value_heads, value_dim), dtype, device, poison),
+        allocate(num_slots, (length, 2, value_heads), exact, device, poison),
+    )
 
 
 def allocate(num_slots: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, poison: bool) -> Tensor:

@@ -64,10 +64,10 @@ def _reference(
 
     def from_ring(base: Tensor, source: Tensor) -> Tensor:  # [n], [n, W - 1] -> [n, W - 1, C]
         old = lines.index_select(0, (base[:, None] + source.remainder(length)).flatten())
-        old = old.view(*source.shape, -1).to(dtype)
+        old = old.view(*source.shape, ring.shape[2]).to(dtype)
         return old.masked_fill_((source < 0)[..., None], 0) if bool(source.min() < 0) else old
 
-    if len(x) == num_tokens == len(slot) and torch.equal(sequence, ticks):
+    if 0 < len(x) == num_tokens == len(slot) and torch.equal(sequence, ticks):
         base, pos = slot.long() * length, position.long()  # one token a sequence: every earlier tap is in the ring
         source = pos[:, None] - lags
         total = from_ring(base, source).mul_(taps[:-1]).sum(1).addcmul_(x.to(dtype), taps[-1])
