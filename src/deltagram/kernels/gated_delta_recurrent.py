@@ -68,9 +68,9 @@ def _reference(
     if rows == 0:
         return
     dtype, slots = torch.float64 if state.dtype == torch.float64 else torch.float32, slot[:rows].long()
-    s = state[slots].to(dtype)
+    s = state.index_select(0, slots).to(dtype)
     if rings is None:  # the first `rows` tokens
-        state[slots] = _take(s, k[:rows], v[:rows], g[:rows], beta[:rows]).to(state.dtype)
+        state.index_copy_(0, slots, _take(s, k[:rows], v[:rows], g[:rows], beta[:rows]).to(state.dtype))
         out[:rows] = _read(s.to(state.dtype).to(dtype), q[:rows])
         return
     k_ring, v_ring, gate_ring = rings
@@ -87,7 +87,7 @@ def _reference(
         rounded = taken.to(state.dtype)
         s[one] = rounded.to(dtype)
         if i >= 0:
-            out[token] = _read(s[one], q[token])
+            out[token] = _read(s[one], q[token]).to(out.dtype)
         if i == 0:
             state[at] = rounded
         if i > 0:
