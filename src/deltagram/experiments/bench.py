@@ -102,7 +102,7 @@ def serve(
     except (OSError, ValueError) as error:
         problems.append(str(error))
     if problems or manifest is None:
-        console.print("\n".join(problems), style="red", markup=False, highlight=False)
+        console.print("\n".join(problems), style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(WRONG)
     total = sum(len(session.turns) for session in manifest.sessions)
     console.print(
@@ -116,7 +116,7 @@ def serve(
                 )
             )
         except ConnectionError as error:
-            console.print(str(error), style="red", markup=False, highlight=False)
+            console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
             raise typer.Exit(UNDECIDED) from None
     summary = result.summary()
     if save is not None:
@@ -163,11 +163,10 @@ def _print_summary(
         console.print("the sessions ran out before the duration did: the tail had fewer at a time", style="yellow")
     errors = sorted({reply.error for reply in result.replies if reply.error is not None})
     for error in errors[:5]:
-        console.print(error, style="yellow", markup=False, highlight=False)
+        console.print(error, style="yellow", markup=False, highlight=False, soft_wrap=True)
     if reasons:
-        console.print(
-            "the client was the bottleneck: " + "; ".join(reasons), style="red", markup=False, highlight=False
-        )
+        text = "the client was the bottleneck: " + "; ".join(reasons)
+        console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
     else:
         health = result.client
         kept = "kept up" + (" and passed its self-test" if tested else "")

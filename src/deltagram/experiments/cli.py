@@ -49,10 +49,11 @@ def compare(
         loaded = load_plan(plan)
         outcome = run_compare(loaded, out, aa=aa, resume=resume, progress=_Lines(console))
     except ValueError as error:
-        console.print(str(error), style="red", markup=False, highlight=False)
+        console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(WRONG) from None
     except Vetoed as error:
-        console.print(f"vetoed by the A/A run of this plan: {error}", style="red", markup=False, highlight=False)
+        text = f"vetoed by the A/A run of this plan: {error}"
+        console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(UNDECIDED) from None
     result = outcome.result
     if as_json:
@@ -61,10 +62,10 @@ def compare(
         _, word, how = headline(loaded, result)
         console.print(f"\n[bold]{word}[/bold]\n{how}", highlight=False)
         _print_cells({name: cell for name, cell in result["cells"].items() if cell["verdict"] != "unfinished"}, console)
-        console.print(f"record: {outcome.record.folder}", markup=False, highlight=False)
+        console.print(f"record: {outcome.record.folder}", markup=False, highlight=False, soft_wrap=True)
     if result["state"] != "done":
         text = f"{result['state']}: {result['reason']}\n--resume goes on from here"
-        console.print(text, style="yellow", markup=False, highlight=False)
+        console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(UNDECIDED)
 
 
@@ -107,7 +108,7 @@ def _print_cells(cells: Mapping[str, Mapping[str, Any]], console: Console) -> No
             console.print(
                 f"{name}: unresolved, resolution ±{plain_bound(cell['resolution'])}"
                 + (f"; as things stand {would}" if would else ""),
-                markup=False, highlight=False,
+                markup=False, highlight=False, soft_wrap=True,
             )  # fmt: skip
 
 
@@ -133,7 +134,7 @@ class _Lines:
             self._say(f"look at {blocks} blocks, {name}: {result.verdict}, {percent(low)} to {percent(high)}", "bold")
 
     def _say(self, text: str, style: str = "") -> None:
-        self.console.print(text, style=style, markup=False, highlight=False)
+        self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def _clock(seconds: float) -> str:

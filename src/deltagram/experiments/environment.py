@@ -126,13 +126,14 @@ def start_time(pid: int) -> int | None:
 
 
 def _processes(pids: Iterable[int] | None = None) -> Iterable[tuple[int, list[str]]]:
-    """(pid, the fields of /proc/pid/stat after the name) of each process."""
+    """(pid, the fields of /proc/pid/stat after the name) of each process that still runs."""
     if pids is None:
         pids = [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
     for pid in pids:
         text = _read(f"/proc/{pid}/stat")
-        if text is not None:  # else it ended meanwhile
-            yield pid, text.rpartition(")")[2].split()
+        fields = text.rpartition(")")[2].split() if text is not None else ["Z"]
+        if fields[0] not in "ZX":  # ended, though perhaps nobody has taken note of it
+            yield pid, fields
 
 
 def _busy_seconds() -> float | None:
