@@ -8,7 +8,7 @@ out, and so must not sum, differently in another bucket. `compile_ahead(build, c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -37,7 +37,7 @@ class Build(NamedTuple):
 
     kernel: Any
     types: dict[str, str]
-    constants: dict[str, object]
+    constants: Mapping[str, object]
     num_warps: int = 4
     num_stages: int = 1
 
@@ -57,7 +57,7 @@ def compile_ahead(build: Build, capability: int) -> Any:
         for i, parameter in enumerate(build.kernel.params)
         if signature[parameter.name][0] in "*i" and not parameter.do_not_specialize
     ]
-    source = ASTSource(build.kernel, signature, build.constants, {i: [["tt.divisibility", 16]] for i in aligned})
+    source = ASTSource(build.kernel, signature, dict(build.constants), {i: [["tt.divisibility", 16]] for i in aligned})
     options = {"num_warps": build.num_warps, "num_stages": build.num_stages}
     return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 

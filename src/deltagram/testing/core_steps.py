@@ -4,7 +4,7 @@ A `Stream` is a request whose projections are drawn ahead, one row a token; `Cor
 step. `oracle` computes a stream token by token, from the formulas.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -90,7 +90,8 @@ class CoreSteps:
     def stream(self, length: int, slot: int) -> Stream:
         """A new request in `slot`."""
         sizes = self.shape.channels, self.shape.value_heads, self.shape.value_heads
-        return Stream(*(self._normal(length, size).to(self.device, self.dtype) for size in sizes), slot)
+        qkv, a, b = (self._normal(length, size).to(self.device, self.dtype) for size in sizes)
+        return Stream(qkv, a, b, slot)
 
     def table(self, parts: list[Part], bucket: Bucket) -> SequenceTable:
         """The sequence table of a step, through the step's own `pack` and `prepare`."""
@@ -107,34 +108,43 @@ class CoreSteps:
         pages = torch.zeros(self.num_slots + 1, context // 64 + 1, dtype=torch.int32, device=self.device)
         return prepare(packed.to(self.device), bucket, history, pages, 64)
 
-    def inputs(self, parts: list[Part], bucket: Bucket) -> tuple[Tensor, Tensor, Tensor]:
-        """qkv, a and b of a step, as strided views of one projection; NaN in the rows of padding."""
-        shape = self.shape
-        sizes = [shape.channels, shape.value_heads, shape.value_heads]
-        width = -(-sum(sizes) // 16) * 16
-        rows = torch.full((bucket.tokens, width), float("nan"), dtype=self.dtype, device=self.device)
-        filled = 0
+    def rows(self, parts: list[Part], bucket: Bucket) -> Tensor:
+        """What a layer's projection yields: qkv, a, b and what follows, side by side; NaN in the rows of padding."""
+        sizes = self._sizes()
+        rows = torch.full((bucket.tokens, sum(sizes)), float("nan"), dtype=self.dtype, device=self.device)
+        used, filled = sum(sizes[:3]), 0
         for part in parts:
             stream, begin = part.stream, part.stream.done
             known = part.num_new - part.num_wrong
             new = torch.cat([x[begin : begin + known] for x in (stream.qkv, stream.a, stream.b)], 1)
-            rows[filled : filled + known, : sum(sizes)] = new
-            wrong = self._normal(part.num_wrong, sum(sizes)).to(rows)
-            rows[filled + known : filled + part.num_new, : sum(sizes)] = wrong
+            rows[filled : filled + known, :used] = new
+            rows[filled + known : filled + part.num_new, :used] = self._normal(part.num_wrong, used).to(rows)
             filled += part.num_new
-        qkv, a, b, _ = rows.split([*sizes, width - sum(sizes)], 1)
-        return qkv, a, b
+        return rows
 
-    def run(self, table: SequenceTable, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """The core alone: what a graph captures."""
+    def _sizes(self) -> list[int]:
         shape = self.shape
+        used = shape.channels + 2 * shape.value_heads
+        return [shape.channels, shape.value_heads, shape.value_heads, -used % 16]
+
+    def run(self, table: SequenceTable, rows: Tensor) -> Tensor:
+        """The core alone: what a graph captures."""
+        qkv, a, b, _ = rows.split(self._sizes(), 1)
         weights = self.conv_weight, self.A_log, self.dt_bias
-        return forward_core(table, *inputs, *weights, shape.heads, shape.key_dim, self.state, self.impl)
+        return forward_core(table, qkv, a, b, *weights, self.shape.heads, self.shape.key_dim, self.state, self.impl)
+
+    def pools(self) -> list[Tensor]:
+        """Every tensor that a step may write."""
+        return [self.state.recurrent, self.state.conv, *(self.state.drafts or ())]
 
     def step(self, parts: list[Part], bucket: Bucket | None = None) -> list[Tensor]:
         """Run `parts` in one step and move their streams on; the outputs [n, HV, V] of each part's right tokens."""
         bucket = bucket or exact_bucket(parts)
-        out = self.run(self.table(parts, bucket), self.inputs(parts, bucket))
+        out = self.run(self.table(parts, bucket), self.rows(parts, bucket))
+        return self.finish(parts, out)
+
+    def finish(self, parts: list[Part], out: Tensor) -> list[Tensor]:
+        """Move the streams on; each part's outputs among those of its step, wrong tokens left out."""
         results, filled = [], 0
         for part in parts:
             right = part.num_new - part.num_wrong
@@ -142,6 +152,39 @@ class CoreSteps:
             advance(part)
             filled += part.num_new
         return results
+
+
+class CapturedCore:
+    """A bucket's core as one CUDA graph over fixed buffers, captured on an empty step and replayed on any."""
+
+    def __init__(self, steps: CoreSteps, bucket: Bucket) -> None:
+        self.steps, self.bucket = steps, bucket
+        self.table, self.rows = steps.table([], bucket), steps.rows([], bucket)
+        steps.run(self.table, self.rows)  # compiles
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.out = steps.run(self.table, self.rows)
+
+    def load(self, parts: list[Part]) -> None:
+        """Bring a step into the buffers."""
+        table = self.steps.table(parts, self.bucket)
+        for field in fields(table):
+            value = getattr(table, field.name)
+            if isinstance(value, Tensor) and field.name != "page_table":
+                getattr(self.table, field.name).copy_(value)
+        self.rows.copy_(self.steps.rows(parts, self.bucket))
+
+    def step(self, parts: list[Part]) -> list[Tensor]:
+        """As CoreSteps.step, by replay."""
+        self.load(parts)
+        self.graph.replay()
+        return self.steps.finish(parts, self.out)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal bit by bit, NaN included."""
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def advance(part: Part) -> None:
@@ -164,7 +207,7 @@ def oracle(steps: CoreSteps, stream: Stream) -> tuple[Tensor, Tensor]:
     weight, A_log, dt_bias = (x.to("cpu", dtype) for x in (steps.conv_weight, steps.A_log, steps.dt_bias))
     length, keys, group = len(qkv), shape.heads * shape.key_dim, shape.value_heads // shape.heads
     before = F.pad(qkv, (0, 0, shape.width - 1, 0))
-    convolved = F.silu(sum(before[j : j + length] * weight[:, j] for j in range(shape.width)))
+    convolved = F.silu(torch.stack([before[j : j + length] * weight[:, j] for j in range(shape.width)]).sum(0))
     q, k = (convolved[:, i * keys : (i + 1) * keys].unflatten(1, (shape.heads, -1)) for i in (0, 1))
     q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     q, k = ((x * scale).repeat_interleave(group, 1) for x, scale in ((q, shape.key_dim**-0.5), (k, 1)))
