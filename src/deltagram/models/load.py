@@ -1,6 +1,6 @@
 """From a checkpoint folder to a model that can run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -9,14 +9,24 @@ from deltagram.layers.basic import Factory
 from deltagram.models.base import Model, meta_factory
 from deltagram.models.config import ModelConfig, Qwen4ExpConfig, Qwen35Config
 from deltagram.models.qwen3_5 import Qwen35
-from deltagram.models.qwen4_exp import Qwen4Exp
+from deltagram.models.qwen4_exp import IN_DEVICE, Qwen4Exp
+from deltagram.models.safetensors_header import TensorInfo
 from deltagram.models.weights import Checkpoint, check_weights, load_weights, open_checkpoint
+from deltagram.ngram.placement import Placement
 
 
-def build(config: ModelConfig, max_context: int, make: Factory, table_dtype: torch.dtype) -> Model:
-    """A model of `config`'s family with uninitialised weights."""
+def build(
+    config: ModelConfig,
+    max_context: int,
+    make: Factory,
+    table_dtype: torch.dtype,
+    placement: Placement = IN_DEVICE,
+    tensors: Mapping[str, TensorInfo] | None = None,
+) -> Model:
+    """A model of `config`'s family with uninitialised weights. `placement` is where its memory tables live, if it has
+    any; `tensors` those of the checkpoint, which tables on disk are read from."""
     if isinstance(config, Qwen4ExpConfig):
-        return Qwen4Exp(config, max_context, make, table_dtype)
+        return Qwen4Exp(config, max_context, make, table_dtype, placement, tensors)
     assert isinstance(config, Qwen35Config), config
     return Qwen35(config, max_context, make)
 
@@ -28,24 +38,33 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     progress: Callable[[int], None] | None = None,
+    ngram_placement: str = "device",
 ) -> tuple[Model, Checkpoint]:
-    """The model in `folder`. The checkpoint is checked against a model of shapes before memory is taken for the real one.
+    """The model in `folder`. The checkpoint is checked against a model of shapes before memory is taken for the real
+    one.
 
-    `progress` is called with the bytes of each piece read. Raises ValueError with every problem found.
+    `progress` is called with the bytes of each piece read. `ngram_placement` is where memory tables live:
+    ngram/placement.py. Raises ValueError with every problem found.
     """
+    placement = Placement.parse(ngram_placement)
     checkpoint = open_checkpoint(folder)
     shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
     table_dtype = _table_dtype(checkpoint, dtype)
     check_weights(checkpoint, build(config, max_context, meta_factory(dtype), table_dtype).weights(shapes))
-    model = build(config, max_context, Factory(device, dtype), table_dtype)
+    model = build(config, max_context, Factory(device, dtype), table_dtype, placement, checkpoint.tensors)
     load_weights(checkpoint, model.weights(shapes), progress)
+    if isinstance(model, Qwen4Exp):
+        model.check_scales()
     return model, checkpoint
 
 
 def _table_dtype(checkpoint: Checkpoint, dtype: torch.dtype) -> torch.dtype:
-    """What n-gram rows are kept in: the checkpoint's own dtype. Raises ValueError for one that is not a plain float."""
-    found = {info.dtype for name, info in checkpoint.tensors.items() if ".ngram_embedding." in name} or {dtype}
-    if len(found) > 1 or not found <= {torch.float32, torch.bfloat16, torch.float16}:
+    """What n-gram rows are kept in: the checkpoint's own dtype. Raises ValueError for one that no row is stored in."""
+    rows = [
+        info for name, info in checkpoint.tensors.items() if ".ngram_embedding." in name and name.endswith(".weight")
+    ]
+    found = {info.dtype for info in rows} or {dtype}
+    if len(found) > 1 or not found <= {torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn}:
         names = ", ".join(sorted(str(each) for each in found))
-        raise ValueError(f"n-gram tables must all be float32, bfloat16 or float16, got {names}")
+        raise ValueError(f"n-gram tables must all be float32, bfloat16, float16 or float8_e4m3fn, got {names}")
     return found.pop()

@@ -14,13 +14,19 @@ from deltagram.layers.mlp import MoE
 from deltagram.layers.rotary import Rotary
 from deltagram.models.base import Embedding, as_weights, is_full, linear_attention
 from deltagram.models.config import Qwen4ExpConfig
-from deltagram.models.weights import Weight
+from deltagram.models.safetensors_header import TensorInfo
+from deltagram.models.weights import Weight, read_tensor
+from deltagram.ngram.checkpoint import qwen4_exp_table
+from deltagram.ngram.formats import RowFormat
 from deltagram.ngram.layer import PLELayer
+from deltagram.ngram.placement import Placement, make_store, table_of
 from deltagram.ngram.run_ahead import RunAhead
 from deltagram.ngram.spec import HashSpec, qwen4_exp_spec
-from deltagram.ngram.stores import DeviceStore, RowStore
+from deltagram.ngram.stores import RowStore
 from deltagram.step.history import TokenHistory
 from deltagram.step.sequences import SequenceTable
+
+IN_DEVICE = Placement("device")
 
 
 class DecoderLayer:
@@ -35,7 +41,12 @@ class DecoderLayer:
             self.memory = PLELayer(*sizes, eps, make)
         self.mixer: Attention | GatedDeltaNet
         if self.full:
-            index = config.indexer_n_heads, config.indexer_head_dim, config.indexer_budget, config.indexer_compress_ratio
+            index = (
+                config.indexer_n_heads,
+                config.indexer_head_dim,
+                config.indexer_budget,
+                config.indexer_compress_ratio,
+            )
             heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
             self.mixer = Attention(hidden, *heads, eps, make, Indexer(hidden, *index, eps, make))
         else:
@@ -76,9 +87,18 @@ class Qwen4Exp:
     """The Qwen4-Exp text model: see models/base.py for what the engine asks of it.
 
     Tables keep `table_dtype`, the checkpoint's own, whatever the model computes in: a bf16 row in fp32 is the same row.
+    They live where `placement` says; `disk` reads them from the checkpoint's `tensors`, which it needs.
     """
 
-    def __init__(self, config: Qwen4ExpConfig, max_context: int, make: Factory, table_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: Qwen4ExpConfig,
+        max_context: int,
+        make: Factory,
+        table_dtype: torch.dtype,
+        placement: Placement = IN_DEVICE,
+        tensors: Mapping[str, TensorInfo] | None = None,
+    ) -> None:
         self.config = config
         self.embedding = Embedding(config, make)
         self.layers = [DecoderLayer(config, layer, make) for layer in range(config.num_hidden_layers)]
@@ -91,16 +111,15 @@ class Qwen4Exp:
         self.memory_layers = [layer.memory for layer in self.layers if layer.memory is not None]
         self.block_size = config.indexer_compress_ratio if self.attention_layers else 1
         self.specs = [hash_spec(config, index) for index in range(len(config.ple_layer_ids))]
-        self.tables = [
-            DeviceStore(spec.num_rows, config.ple_embed_dim // spec.num_columns, make.device, table_dtype)
-            for spec in self.specs
+        self.stores = [
+            memory_store(config, index, table_dtype, make.device, placement, tensors)
+            for index in range(len(self.specs))
         ]
         self.run_ahead: RunAhead | None = None
         if self.specs:
             layers = [layer_id - 1 for layer_id in config.ple_layer_ids]
-            stores: list[RowStore] = [*self.tables]
             projections = [memory.projection for memory in self.memory_layers]
-            self.run_ahead = RunAhead(layers, self.specs, stores, projections, make.device)
+            self.run_ahead = RunAhead(layers, self.specs, self.stores, projections, make.device)
 
     def forward(self, table: SequenceTable, history: TokenHistory) -> Tensor:
         words = self.embedding(table.token)
@@ -121,6 +140,14 @@ class Qwen4Exp:
     def logits(self, hidden: Tensor) -> Tensor:
         return self.embedding.logits(hidden)
 
+    def check_scales(self) -> None:
+        """Raises ValueError for a table whose loaded scale is no scale: every row of it would be wrong."""
+        for layer, store in zip(self.config.ple_layer_ids, self.stores, strict=True):
+            scale: Tensor | None = getattr(store, "scale", None)
+            if scale is not None and not (0 < float(scale) < float("inf")):
+                name = f"model.layers.{layer - 1}.ple.ple_embedding.ngram_embedding.weight_scale"
+                raise ValueError(f"{name} is {float(scale)}; expected a positive number")
+
     def weights(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Weight]:
         tensors = self.mixer.tensors("model.hyper_connection_mixer")
         plan = self.embedding.weights()
@@ -129,7 +156,7 @@ class Qwen4Exp:
             tensors |= layer.tensors(f"model.layers.{i}", packed)
         for index, layer_id in enumerate(self.config.ple_layer_ids):
             prefix = f"model.layers.{layer_id - 1}.ple.ple_embedding"
-            tensors |= table_parts(f"{prefix}.ngram_embedding", self.tables[index].rows, shapes, self.config)
+            plan |= table_parts(f"{prefix}.ngram_embedding", self.stores[index], shapes, self.config)
             plan |= constants(prefix, self.specs[index])
         return plan | as_weights(tensors)
 
@@ -149,7 +176,8 @@ def hash_spec(config: Qwen4ExpConfig, index: int) -> HashSpec:
 
 
 def constants(prefix: str, spec: HashSpec) -> dict[str, Weight]:
-    """The hash constants a checkpoint may carry: they must be the ones its config implies, or its rows mean other n-grams."""
+    """The hash constants a checkpoint may carry: they must be the ones its config implies, or its rows mean other
+    n-grams."""
     names = {
         "layer_multipliers": spec.multipliers,
         "ngram_heads_vocab_sizes": spec.moduli,
@@ -160,11 +188,43 @@ def constants(prefix: str, spec: HashSpec) -> dict[str, Weight]:
     }
 
 
+def memory_store(
+    config: Qwen4ExpConfig,
+    index: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    placement: Placement,
+    tensors: Mapping[str, TensorInfo] | None,
+) -> RowStore:
+    """The store of the `index`-th memory layer's table."""
+    spec = hash_spec(config, index)
+    dim = config.ple_embed_dim // spec.num_columns
+    form = RowFormat(dtype, dim, table_scale=dtype == torch.float8_e4m3fn)
+    if placement.kind != "disk":
+        return make_store(placement, spec.num_rows, form, device)
+    assert tensors is not None, "a table on disk needs the checkpoint"
+    layer = config.ple_layer_ids[index] - 1
+    source = qwen4_exp_table(spec, layer, dim, config.split_ngram_parts, tensors)
+    scale = None
+    if source.format.table_scale:
+        number = read_tensor(tensors[f"model.layers.{layer}.ple.ple_embedding.ngram_embedding.weight_scale"])
+        scale = number.float().reshape(1).to(device)
+    return make_store(placement, spec.num_rows, source.format, device, source.segments, scale)
+
+
 def table_parts(
-    prefix: str, rows: Tensor, shapes: Mapping[str, tuple[int, ...]], config: Qwen4ExpConfig
-) -> dict[str, Tensor]:
-    """The table's rows under the checkpoint's names: whole, or in up to `split_ngram_parts` consecutive shards."""
+    prefix: str, store: RowStore, shapes: Mapping[str, tuple[int, ...]], config: Qwen4ExpConfig
+) -> dict[str, Weight]:
+    """The table's rows under the checkpoint's names: whole, or in up to `split_ngram_parts` consecutive shards; and its
+    scale, which an fp8 table must have. Rows that stay on disk are known and not loaded."""
+    even = -(-store.num_rows // config.split_ngram_parts)
+    names = [f"{prefix}.shard_{i}.weight" for i in range(-(-store.num_rows // even))]
     if f"{prefix}.weight" in shapes:
-        return {f"{prefix}.weight": rows}
-    shards = rows.split(-(-len(rows) // config.split_ngram_parts))  # fewer than the parts where they come out uneven
-    return {f"{prefix}.shard_{i}.weight": shard for i, shard in enumerate(shards)}
+        even, names = store.num_rows, [f"{prefix}.weight"]
+    table, scale = table_of(store), f"{prefix}.weight_scale"
+    if table is None:
+        return {name: Weight() for name in (*names, *([scale] if store.format.table_scale else []))}
+    plan = {name: Weight(shard) for name, shard in zip(names, table.values.split(even), strict=True)}
+    if table.scale is not None:
+        plan[scale] = Weight(table.scale.view(shapes.get(scale, (1,))))
+    return plan
