@@ -32,6 +32,15 @@ def load(folder: Path, budget: int | None = None) -> DemoModel:
     return model.eval()
 
 
+def rounded(value: Any) -> Any:
+    """Floats anywhere in `value` to four decimals."""
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return round(value, 4) if isinstance(value, float) else value
+
+
 def training_curve(lines: list[dict[str, Any]]) -> str:
     """An SVG chart of training and held-out loss (nats per token) against steps."""
     width, height, left, top = 720, 360, 60, 20
@@ -81,7 +90,7 @@ def main() -> None:
     results = json.loads(options.results.read_text("utf-8")) if options.results.exists() else {}
 
     def record(key: str, value: Any) -> None:
-        results[key] = value
+        results[key] = rounded(value)
         options.results.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
         console.log(key)
 

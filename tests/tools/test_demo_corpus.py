@@ -102,7 +102,7 @@ def test_bible_chapters_are_named_and_hold_every_verse():
 
 def test_plain_text_drops_markup_and_decodes():
     osis = (
-        '<div sID="g1" type="x-p"/> <hi type="bold">Verse 1.</hi> See <reference osisRef="Ps.1.1">Ps\u202f1:1</reference>'
+        '<div sID="g1" type="x-p"/> <hi type="bold">Verse 1.</hi> See <reference osisRef="P.1">Ps\u202f1:1</reference>'
         '; Thom\x82 &amp; he. • <div eID="g1"/> <lg sID="l"/><l level="1" sID="a"/>One,<l eID="a"/> <l sID="b"/>two.'
         "<l eID='b'/><lg eID='l'/><table><row><cell>God.</cell><cell>(1-2)</cell></row></table> ver. #(18) end{1} `so'"
     )
