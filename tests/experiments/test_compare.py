@@ -211,7 +211,7 @@ def test_stopping_it_loses_nothing(make_plan, sign):
     if sign == signal.SIGKILL:
         assert record.state["state"] == "crashed" and start_time(hanging) == started  # nobody could end it
     else:
-        assert process.returncode == 3 and "interrupted: stopped from outside" in output and "--resume" in output
+        assert process.returncode == 130 and "interrupted: stopped from outside" in output and "--resume" in output
         assert record.state["state"] == "interrupted" and start_time(hanging) is None
     assert sum(launch["state"] == "ok" for launch in record.launches()) == 5
     done = subprocess.run(command(plan, "--resume"), capture_output=True, text=True, timeout=60)

@@ -12,6 +12,8 @@ from typing import Any
 from deltagram.experiments import run_model
 from deltagram.experiments.plan import Arm, Cell, fill
 
+SHIPPED = "demo"  # the model that comes with the package
+
 
 def arm_command(arm: Arm, cell: Cell, folder: Path, values: Mapping[str, str]) -> tuple[list[str], str | None]:
     """(command, URL of the readiness probe) of one launch. `values` fills the {placeholders}."""
@@ -24,7 +26,9 @@ def arm_command(arm: Arm, cell: Cell, folder: Path, values: Mapping[str, str]) -
         key: fill([value], values)[0] if isinstance(value, str) else value for key, value in arm.settings.items()
     }
     if cell.measure.kind == "load":
-        command = [sys.executable, "-m", "deltagram", "serve", model, "--port", values["port"], *_flags(settings)]
+        # Through the import system instead of the console script, so that an arm of another commit serves that commit.
+        serve = [sys.executable, "-c", "from deltagram.cli import main; main()", "serve", "--port", values["port"]]
+        command = serve + ([] if model == SHIPPED else ["--model", model]) + _flags(settings)
         return command, ready or f"http://127.0.0.1:{values['port']}/health"
     spec = {"model": model, "settings": settings, "prompts": values["prompts"], "trace": values["trace"]}
     file = folder / "model.json"
@@ -60,11 +64,9 @@ def _model_path(model: str, folder: Path) -> str:
 
 
 def _flags(settings: Mapping[str, Any]) -> list[str]:
+    """Settings as the command line takes them."""
     flags = []
     for key, value in settings.items():
-        name = "--" + key.replace("_", "-")
-        if isinstance(value, bool):
-            flags.append(name if value else "--no-" + name[2:])
-        else:
-            flags += [name, str(value)]
+        text = value if isinstance(value, str) else json.dumps(value)
+        flags += [f"--{key}", text] if key in ("device", "dtype") else ["--set", f"{key}={text}"]
     return flags

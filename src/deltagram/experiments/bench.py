@@ -3,22 +3,25 @@
 import asyncio
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from secrets import randbelow
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.status import Status
 from rich.table import Table as RichTable
 
 from deltagram.experiments.fields import Table
 from deltagram.experiments.load import LoadResult, read_load
-from deltagram.experiments.records import write_bytes
-from deltagram.experiments.workload import read, synthetic
+from deltagram.experiments.measure import save_load
+from deltagram.experiments.plan import read_manifest
+from deltagram.experiments.records import finite, write_bytes
 
 bench = typer.Typer(no_args_is_help=True, help="Load a server and time what it does.")
 
-WRONG, UNDECIDED = 2, 3  # exit statuses: what was asked for is wrong; nothing could be measured
+FAILED, REFUSED, INTERRUPTED = 1, 2, 130  # exit statuses, as everywhere in `deltagram`
 
 
 @bench.callback()
@@ -64,79 +67,78 @@ def serve(
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Replay sessions against an OpenAI-compatible server: TTFT, TPOT, ITL, end-to-end, goodput, objectives."""
-    from deltagram.experiments.client import run_load
-    from deltagram.experiments.client import self_test as run_self_test
-    from deltagram.experiments.measure import save_load
+    try:
+        from deltagram.experiments.client import run_load
+        from deltagram.experiments.client import self_test as run_self_test
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "aiohttp":
+            raise
+        say(Console(stderr=True), "`bench serve` needs aiohttp: pip install 'deltagram[experiments]'", "red")
+        raise typer.Exit(FAILED) from None
 
-    console = Console(stderr=as_json)
+    notes = Console(stderr=True)
     # Text that was sent before sits in the server's prefix cache: a fresh seed measures the server.
     seed = randbelow(1 << 30) if seed is None else seed
-    keys: dict[str, Any] = {
-        "endpoint": endpoint,
-        "burstiness": burstiness,
-        "seed": seed,
-        "force_lengths": force_lengths,
-    }
-    optional = {"model": model, "rate": rate, "duration_s": duration, "arrivals": arrivals}
-    keys |= {key: value for key, value in optional.items() if value is not None}
+    keys: dict[str, Any] = {"endpoint": endpoint, "burstiness": burstiness, "seed": seed}
+    keys |= {"force_lengths": force_lengths, "model": model, "rate": rate, "duration_s": duration, "arrivals": arrivals}
     if concurrency is not None or (rate is None and arrivals in (None, "closed")):
         keys["concurrency"] = concurrency if concurrency is not None else 8
-    slo = {"ttft_ms": slo_ttft_ms, "tpot_ms": slo_tpot_ms, "e2el_ms": slo_e2el_ms}
-    keys["slo"] = {key: value for key, value in slo.items() if value is not None} | {"share": slo_share}
+    keys["slo"] = _given(ttft_ms=slo_ttft_ms, tpot_ms=slo_tpot_ms, e2el_ms=slo_e2el_ms, share=slo_share)
+    prompts: dict[str, Any] = {"file": str(file)}
+    if file is None:
+        prompts = {"sessions": sessions, "turns": turns, "input_tokens": input_tokens, "output_tokens": output_tokens}
+        prompts |= {"delay_s": tool_delay, "shared_tokens": shared_tokens, "seed": seed}
     problems: list[str] = []
     try:
         keys["extra"] = json.loads(extra)
     except ValueError as error:
         problems.append(f"extra-body is {extra!r}: {error}")
-    table = Table(keys, "", problems)
-    load = read_load(table)
-    manifest = None
-    try:
-        if file is not None:
-            manifest = read(file)
-        else:
-            manifest = synthetic(
-                sessions=sessions, turns=turns, input_tokens=input_tokens, output_tokens=output_tokens,
-                delay_s=tool_delay, shared_tokens=shared_tokens, seed=seed,
-            )  # fmt: skip
-    except (OSError, ValueError) as error:
-        problems.append(str(error))
+    load = read_load(Table(_given(**keys), "", problems))
+    manifest = read_manifest(prompts, "", Path(), problems)
     if problems or manifest is None:
-        console.print("\n".join(problems), style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(WRONG)
+        say(notes, "\n".join(problems), "red")
+        raise typer.Exit(REFUSED)
     total = sum(len(session.turns) for session in manifest.sessions)
-    console.print(
-        f"seed {seed}, {len(manifest.sessions)} sessions, {total} turns, prompts sha256 {manifest.sha256[:16]}"
-    )
-    with console.status("running") as status:
-        try:
-            result = asyncio.run(
-                run_load(
-                    url, manifest, load, api_key=api_key, progress=lambda n: status.update(f"{n} of {total} requests")
-                )
-            )
-        except ConnectionError as error:
-            console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
-            raise typer.Exit(UNDECIDED) from None
-    summary = result.summary()
+    say(notes, f"seed {seed}, {len(manifest.sessions)} sessions, {total} turns, prompts sha256 {manifest.sha256[:16]}")
+    reasons: list[str] = []
+    try:
+        with notes.status("running") as status:
+            progress = partial(_show, status, total)
+            result = asyncio.run(run_load(url, manifest, load, api_key=api_key, progress=progress))
+            summary = result.summary()
+            if self_test and summary["completed"]:
+                tpot_ms = summary.get("median_tpot_ms", 1.0)
+                reasons = asyncio.run(run_self_test(load, manifest, summary["median_ttft_ms"], tpot_ms))
+    except ConnectionError as error:
+        say(notes, str(error), "red")
+        raise typer.Exit(FAILED) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
     if save is not None:
         save.mkdir(parents=True, exist_ok=True)
         write_bytes(save / "prompts.jsonl", manifest.lines().encode())
         save_load(result, save)
-    reasons = list(result.client.reasons)
-    if self_test and summary["completed"]:
-        tpot = summary.get("median_tpot_ms", 1.0)
-        reasons += asyncio.run(run_self_test(load, manifest, summary["median_ttft_ms"], tpot))
+    reasons = [*result.client.reasons, *reasons]
     if as_json:
-        print(
-            json.dumps(
-                {**summary, "seed": seed, "prompts_sha256": manifest.sha256, "client_bottleneck": reasons}, indent=1
-            )
-        )
+        about = {"seed": seed, "prompts_sha256": manifest.sha256, "client_bottleneck": reasons}
+        print(json.dumps(finite(summary | about), indent=1))
     else:
-        _print_summary(result, summary, reasons, self_test, console)
+        _print_summary(result, summary, reasons, self_test, Console())
     if summary["completed"] == 0:
-        raise typer.Exit(UNDECIDED)
+        raise typer.Exit(FAILED)
+
+
+def say(console: Console, text: str, style: str = "") -> None:
+    """A message as it is: nothing in it is markup, and no line is broken."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def _show(status: Status, total: int, done: int) -> None:
+    status.update(f"{done} of {total} requests")
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def _print_summary(
@@ -149,7 +151,7 @@ def _print_summary(
         value = summary[name]
         if value is not None:
             text = f"{value:.4g}" if isinstance(value, float) else str(value)
-            console.print(f"{name.replace('_', ' '):<20} {text}", highlight=False)
+            say(console, f"{name.replace('_', ' '):<20} {text}")
     table = RichTable(box=None, pad_edge=False)
     for column in ("ms", "mean", "median", "p90", "p95", "p99"):
         table.add_column(column, justify="right" if column != "ms" else "left")
@@ -160,18 +162,16 @@ def _print_summary(
             )
     console.print(table)
     if result.ran_dry:
-        console.print("the sessions ran out before the duration did: the tail had fewer at a time", style="yellow")
-    errors = sorted({reply.error for reply in result.replies if reply.error is not None})
-    for error in errors[:5]:
-        console.print(error, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        say(console, "the sessions ran out before the duration did: the tail had fewer at a time", "yellow")
+    for error in sorted({reply.error for reply in result.replies if reply.error is not None})[:5]:
+        say(console, error, "yellow")
     if reasons:
-        text = "the client was the bottleneck: " + "; ".join(reasons)
-        console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+        say(console, "the client was the bottleneck: " + "; ".join(reasons), "red")
     else:
         health = result.client
         kept = "kept up" + (" and passed its self-test" if tested else "")
-        console.print(
+        say(
+            console,
             f"the client {kept}: event loop {health.p99_lag_ms:.1f} ms late, sends {health.p99_late_ms:.1f} ms late "
             f"(p99), {health.cpu_share:.0%} of a core",
-            highlight=False,
         )

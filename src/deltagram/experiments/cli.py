@@ -9,11 +9,12 @@ import typer
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from deltagram.experiments.bench import UNDECIDED, WRONG, bench
+from deltagram.experiments.bench import FAILED, INTERRUPTED, REFUSED, bench, say
 from deltagram.experiments.charts import percent
 from deltagram.experiments.compare import Vetoed, cell_row
 from deltagram.experiments.compare import compare as run_compare
 from deltagram.experiments.plan import load_plan
+from deltagram.experiments.records import finite
 from deltagram.experiments.report import bound, headline, level, plain_bound
 from deltagram.experiments.stats import PairedResult, paired_tests
 from deltagram.experiments.tables import read_blocks
@@ -39,38 +40,38 @@ def compare(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Decide whether arm B is faster than arm A: faster, slower, equivalent, or unresolved."""
-    console = Console(stderr=as_json)
+    notes = Console(stderr=True)
     try:
         if results is not None:
-            _compare_table(results, plan, margin, better, alpha, as_json, console)
+            _compare_table(results, plan, margin, better, alpha, as_json)
             return
         if plan is None:
             raise ValueError("nothing to compare: expected a plan, or --from results.csv")
         loaded = load_plan(plan)
-        outcome = run_compare(loaded, out, aa=aa, resume=resume, progress=_Lines(console))
+        outcome = run_compare(loaded, out, aa=aa, resume=resume, progress=_Lines(notes))
     except ValueError as error:
-        console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(WRONG) from None
+        say(notes, str(error), "red")
+        raise typer.Exit(REFUSED) from None
     except Vetoed as error:
-        text = f"vetoed by the A/A run of this plan: {error}"
-        console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(UNDECIDED) from None
+        say(notes, f"vetoed by the A/A run of this plan: {error}", "red")
+        raise typer.Exit(FAILED) from None
     result = outcome.result
     if as_json:
-        print(json.dumps(result, indent=1))
+        print(json.dumps(finite(result), indent=1))
     else:
         _, word, how = headline(loaded, result)
-        console.print(f"\n[bold]{word}[/bold]\n{how}", highlight=False)
+        console = Console()
+        say(console, word, "bold")
+        say(console, how)
         _print_cells({name: cell for name, cell in result["cells"].items() if cell["verdict"] != "unfinished"}, console)
-        console.print(f"record: {outcome.record.folder}", markup=False, highlight=False, soft_wrap=True)
+    say(notes, f"record: {outcome.record.folder}")
     if result["state"] != "done":
-        text = f"{result['state']}: {result['reason']}\n--resume goes on from here"
-        console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(UNDECIDED)
+        say(notes, f"{result['state']}: {result['reason']}\n--resume goes on from here", "yellow")
+        raise typer.Exit(INTERRUPTED if result["state"] == "interrupted" else FAILED)
 
 
 def _compare_table(
-    file: Path, plan: Path | None, margin: float | None, better: str, alpha: float, as_json: bool, console: Console
+    file: Path, plan: Path | None, margin: float | None, better: str, alpha: float, as_json: bool
 ) -> None:
     if plan is not None:
         raise ValueError("--from tests the numbers of a file: it takes no plan, but --margin, --better and --alpha")
@@ -79,9 +80,9 @@ def _compare_table(
     tested = paired_tests(read_blocks(file), margin, better=better, alpha=alpha)
     cells = {name: cell_row(result, result.blocks) for name, result in tested.items()}
     if as_json:
-        print(json.dumps({"margin": margin, "cells": cells}, indent=1))
+        print(json.dumps(finite({"margin": margin, "cells": cells}), indent=1))
     else:
-        _print_cells(cells, console)
+        _print_cells(cells, Console())
 
 
 def _print_cells(cells: Mapping[str, Mapping[str, Any]], console: Console) -> None:
@@ -105,11 +106,8 @@ def _print_cells(cells: Mapping[str, Mapping[str, Any]], console: Console) -> No
                 (cell["blocks_to_show_equivalence"], "equivalence"),
             )
             would = " or ".join(f"{blocks} blocks would show {what}" for blocks, what in ways if blocks)
-            console.print(
-                f"{name}: unresolved, resolution ±{plain_bound(cell['resolution'])}"
-                + (f"; as things stand {would}" if would else ""),
-                markup=False, highlight=False, soft_wrap=True,
-            )  # fmt: skip
+            text = f"{name}: unresolved, resolution ±{plain_bound(cell['resolution'])}"
+            say(console, text + (f"; as things stand {would}" if would else ""))
 
 
 class _Lines:
@@ -120,21 +118,22 @@ class _Lines:
 
     def launching(self, what: str, done: int, total: int, left_s: float | None) -> None:
         left = "" if left_s is None else f", {_clock(left_s)} left at most"
-        self._say(f"[{done}/{total}] {what}{left}")
+        say(self.console, f"[{done}/{total}] {what}{left}")
 
     def launched(self, launch: Mapping[str, Any]) -> None:
         if launch["state"] == "ok":
-            self._say(f"        {launch['number']:.6g} in {launch['seconds']:.1f} s")
+            say(self.console, f"        {launch['number']:.6g} in {launch['seconds']:.1f} s")
         else:
-            self._say(f"        thrown out, {launch['state']}: {launch['reason']}", "yellow")
+            say(self.console, f"        thrown out, {launch['state']}: {launch['reason']}", "yellow")
 
     def looked(self, blocks: int, results: Mapping[str, PairedResult]) -> None:
         for name, result in results.items():
             low, high = result.interval
-            self._say(f"look at {blocks} blocks, {name}: {result.verdict}, {percent(low)} to {percent(high)}", "bold")
-
-    def _say(self, text: str, style: str = "") -> None:
-        self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+            say(
+                self.console,
+                f"look at {blocks} blocks, {name}: {result.verdict}, {percent(low)} to {percent(high)}",
+                "bold",
+            )
 
 
 def _clock(seconds: float) -> str:

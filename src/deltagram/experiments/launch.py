@@ -35,6 +35,7 @@ from deltagram.experiments.records import now
 POLL_S = 0.05
 GRACE_S = 10.0  # between asking a process to end and making it
 TAIL_CHARACTERS = 600
+PACKAGE = Path(__file__).parents[1]
 SESSIONS = "sessions.txt"  # id and start of each process, to find them again after a crash
 
 
@@ -125,10 +126,9 @@ def _measure(
     command, ready_url = arm_command(arm, cell, folder, values)
     where = tree or arm.folder
     environment = {**os.environ, **{key: fill([text], values)[0] for key, text in arm.environment.items()}}
-    if tree is not None:
-        environment["PYTHONPATH"] = os.pathsep.join(
-            part for part in (str(tree / "src"), environment.get("PYTHONPATH")) if part
-        )
+    source = tree / "src" if tree is not None else PACKAGE.parent if arm.model is not None else None
+    if source is not None:  # the engine of the commit, or the one that this module belongs to
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(source), environment.get("PYTHONPATH"))))
 
     def start(command: Sequence[str], name: str) -> Launched:
         output, errors = folder / f"{name}.out", folder / f"{name}.err"

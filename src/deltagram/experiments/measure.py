@@ -54,10 +54,10 @@ def read_trace(file: Path, cell: Cell) -> Measured:
             row = json.loads(line)
             if "ms" in row:
                 if measure.steps in ("all", row["kind"]):
-                    steps.append(float(row["ms"]))
+                    steps.append(float(row["ms"]) / (float(row["tokens"]) if measure.per_token else 1.0))
             else:
                 about |= row
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
             raise Garbage(f"line {number} of the step trace is {line[:80]!r}: {error!r}") from None
     if not all(np.isfinite(step) and step > 0.0 for step in steps):
         raise Garbage("the step trace has steps that are not above 0 ms")

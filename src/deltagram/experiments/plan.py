@@ -68,6 +68,7 @@ class Measure:
     digest: str | None  # command: regular expression whose group is the digest of the output
     steps: str  # step: kind of step that counts
     warmup: int  # step: steps dropped before the steady-state rule looks
+    per_token: bool  # step: milliseconds per token of the step, for steps that differ in size
     load: Load | None  # load: how requests arrive
 
 
@@ -250,7 +251,7 @@ def _cells(values: dict[str, Any], folder: Path, problems: list[str]) -> tuple[C
         table.done()
         where = f"cell[{index}]." if "cell" in values else ""
         measure = _measure(merged["measure"], f"{where}measure", problems)
-        manifest = _manifest(merged["prompts"], f"{where}prompts", folder, problems)
+        manifest = read_manifest(merged["prompts"], f"{where}prompts", folder, problems)
         cells.append(Cell(name, {key: str(value) for key, value in own.items()}, measure, manifest))
     names = [cell.name for cell in cells]
     if len(set(names)) != len(names):
@@ -265,11 +266,12 @@ def _measure(values: Any, path: str, problems: list[str]) -> Measure:
     kind = table.choice("kind", MEASURES)
     timeout_s = float(table.number("timeout_s", 600.0))
     command = split_command(table.texts("command", None))
-    steps, warmup, digest = "decode", 0, None
+    steps, warmup, per_token, digest = "decode", 0, False, None
     better, number, number_from = "lower", "median step (ms)", "trace"
     load = None
     if kind == "step":
         steps, warmup = table.choice("steps", STEP_KINDS, "decode"), table.integer("warmup", 0)
+        per_token = table.flag("per_token", False)
     elif kind == "load":
         number, number_from = table.choice("number", tuple(SUMMARY_BETTER), "median_tpot_ms"), "summary"
         better, load = SUMMARY_BETTER[number], read_load(table)
@@ -286,7 +288,7 @@ def _measure(values: Any, path: str, problems: list[str]) -> Measure:
             if pattern is not None and key not in "".join(problems[-1:]) and not _has_group(pattern):
                 table.problem(key, f"is {pattern!r}; expected one with a (group)")
     table.done()
-    return Measure(kind, better, number, number_from, timeout_s, command, digest, steps, warmup, load)
+    return Measure(kind, better, number, number_from, timeout_s, command, digest, steps, warmup, per_token, load)
 
 
 def _has_group(pattern: str) -> bool:
@@ -296,7 +298,8 @@ def _has_group(pattern: str) -> bool:
         return True  # reported where it was read
 
 
-def _manifest(values: Any, path: str, folder: Path, problems: list[str]) -> Manifest | None:
+def read_manifest(values: Any, path: str, folder: Path, problems: list[str]) -> Manifest | None:
+    """The manifest of a [prompts] table; None with a problem noted, or where there is no table."""
     if values is None:
         return None
     table = Table(values, path, problems)

@@ -322,7 +322,8 @@ def number_name(cell: Cell) -> str:
     """What the one number of a launch is."""
     measure = cell.measure
     if measure.kind == "step":
-        return f"median steady {measure.steps} step, ms" if measure.steps != "all" else "median steady step, ms"
+        kind = "" if measure.steps == "all" else measure.steps + " "
+        return f"median steady {kind}step, ms" + (" per token" if measure.per_token else "")
     return measure.number.replace("_", " ") if measure.kind == "load" else "number the command printed"
 
 
