@@ -27,14 +27,21 @@ class Indexer:
         self.q_norm = RMSNorm(head_dim, eps, make)
         self.k_norm = RMSNorm(head_dim, eps, make)
 
-    def __call__(self, x: Tensor, table: SequenceTable, rotary: Rotary, cos: Tensor, sin: Tensor, cache: LayerCache) -> Tensor:
-        """x [T, hidden] -> int32 [T, top_k], the chosen blocks; the cache takes the tokens' index keys."""
+    def __call__(
+        self, x: Tensor, table: SequenceTable, rotary: Rotary, cos: Tensor, sin: Tensor, cache: LayerCache
+    ) -> Tensor | None:
+        """x [T, hidden] -> int32 [T, top_k], the chosen blocks; None where the step's contexts have no more blocks than are chosen.
+
+        The cache takes the tokens' index keys either way.
+        """
         assert cache.index_keys is not None and cache.block_keys is not None
         projected = self.project(x).unflatten(1, (self.num_heads + 1, self.head_dim))
-        queries = rotate(self.q_norm(projected[:, :-1]), cos, sin)
         num_tokens = int(table.counts[0])
         write(cache.index_keys, projected[:, -1], table.cache_index, num_tokens)
         self._pool_blocks(table, rotary, cache, num_tokens)
+        if int(table.length.max()) // self.block_size <= self.top_k:
+            return None
+        queries = rotate(self.q_norm(projected[:, :-1]), cos, sin)
         return select_blocks(
             queries,
             cache.block_keys,
