@@ -24,7 +24,8 @@ $(VENV)/.dev: $(VENV)/.base
 	touch $@
 
 demo: $(VENV)/.base
-	$(BIN)/deltagram generate "$(PROMPT)" --max-tokens 120 --temperature 0.7 --seed 7
+	@printf '\n%s' "$(PROMPT)"
+	@$(BIN)/deltagram generate "$(PROMPT)" --max-tokens 120 --temperature 0.7 --seed 7
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
