@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,61 +22,19 @@ from deltagram.ngram.formats import RowFormat
 from deltagram.ngram.helpers import HelperError, Workers
 from deltagram.ngram.placement import Placement, make_store, table_of
 from deltagram.ngram.stores import DeviceStore, HostStore, SharedStore
+from deltagram.testing.ngram import FORMATS, filled_store, random_table, same_bits, write_segments
 
 CPU = torch.device("cpu")
 ROWS = 300
-FORMATS = {
-    "bf16": RowFormat(torch.bfloat16, 20),
-    "fp16": RowFormat(torch.float16, 6),
-    "fp32": RowFormat(torch.float32, 5),
-    "ue8m0": RowFormat(torch.float8_e4m3fn, 64, group=32),
-    "one scale": RowFormat(torch.float8_e4m3fn, 20, table_scale=True),
-}
 PLACEMENTS = ("device", "host", "shared", "disk", "cached:1KiB:device", "cached:1KiB:disk")
 
 
 def table_bytes(form: RowFormat) -> torch.Tensor:
-    """A random table as its bytes; every fp8 value and scale byte is among them."""
-    generator = torch.Generator().manual_seed(form.row_bytes)
-    table = torch.randint(256, (ROWS, form.row_bytes), dtype=torch.uint8, generator=generator)
-    if form.values != torch.float8_e4m3fn:
-        values, _ = form.split(table)
-        values.copy_(torch.randn(values.shape, generator=generator))
-    return table
+    return random_table(form, ROWS, seed=form.row_bytes)
 
 
-def written(form: RowFormat, table: torch.Tensor, folder) -> list[Segment]:
-    """The table in files, as checkpoints lay it out: values in uneven shards, scales in one, bytes before each."""
-    segments, columns = [], [(0, form.value_bytes), (form.value_bytes, form.row_bytes - form.value_bytes)]
-    for at, width in columns:
-        for first, count in ((0, 100), (100, 1), (101, ROWS - 101)) if at == 0 else ((0, ROWS),):
-            if width:
-                path = folder / f"{at}-{first}.bin"
-                path.write_bytes(b"head" + table[first : first + count, at : at + width].numpy().tobytes())
-                segments.append(Segment(f"part.{at}.{first}", path, 4, first, count, at, width))
-    return segments
-
-
-def made(placement: str, form: RowFormat, folder, table=None, device=CPU):
-    table = table_bytes(form) if table is None else table
-    scale = torch.tensor([0.37], device=device) if form.table_scale else None
-    segments = written(form, table, folder) if placement.endswith("disk") else ()
-    store = make_store(Placement.parse(placement), ROWS, form, device, segments, scale)
-    if (held := table_of(store)) is not None:
-        held.table.copy_(table)
-        if held.scale is not None:
-            held.scale.copy_(scale)
-    return store
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit by bit, but for which NaN a NaN is."""
-    if not a.is_floating_point():
-        return torch.equal(a, b)
-    nan = a.isnan()
-    integer = {2: torch.int16, 4: torch.int32}[a.element_size()]
-    bits_a, bits_b = (x.masked_fill(nan, 0).view(integer) for x in (a, b))
-    return torch.equal(nan, b.isnan()) and torch.equal(bits_a, bits_b)
+def made(placement: str, form: RowFormat, folder, table=None):
+    return filled_store(placement, form, table_bytes(form) if table is None else table, folder, CPU)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -89,9 +48,9 @@ def test_the_same_bits_from_everywhere(placement, form, tmp_path):
         packed = table[ids.clamp(min=0)] * (ids >= 0)[..., None]
         assert torch.equal(store.lookup(ids, None), packed)
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            assert same(store.lookup(ids, dtype), plain.lookup(ids, dtype))
+            assert same_bits(store.lookup(ids, dtype), plain.lookup(ids, dtype))
             out = torch.full((40, 3, form.dim), torch.nan, dtype=dtype)  # every element must be written
-            assert store.lookup(ids, dtype, out) is out and same(out, plain.lookup(ids, dtype))
+            assert store.lookup(ids, dtype, out) is out and same_bits(out, plain.lookup(ids, dtype))
     assert store.lookup(torch.empty(0, 3, dtype=torch.int64), None).shape == (0, 3, form.row_bytes)
 
 
@@ -202,7 +161,7 @@ except OSError:
 def test_files_that_are_not_the_table_are_refused(spoil, problem, tmp_path):
     form = FORMATS["bf16"]
     with pytest.raises(ValueError, match=problem):
-        DiskStore(ROWS, form, spoil(written(form, table_bytes(form), tmp_path)), CPU)
+        DiskStore(ROWS, form, spoil(write_segments(form, table_bytes(form), tmp_path)), CPU)
 
 
 def test_a_file_cut_short_later_is_named(tmp_path):
@@ -215,6 +174,7 @@ def test_a_file_cut_short_later_is_named(tmp_path):
     )  # the rest still serves
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_dead_or_stuck_reader_is_an_error_within_five_seconds(tmp_path, monkeypatch):
     store = made("disk", FORMATS["bf16"], tmp_path)
     begin = time.monotonic()
@@ -321,7 +281,7 @@ def test_host_memory_has_exactly_the_size_asked_for():
 
 
 def mapped_bytes() -> int:
-    return int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_registrations_cover_a_large_table_in_pieces(monkeypatch):

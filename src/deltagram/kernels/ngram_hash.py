@@ -221,8 +221,13 @@ def _launch(
     return out
 
 
-def _constants(columns: int, max_order: int, polynomial: bool, has_map: bool, has_dead: bool) -> dict[str, object]:
-    sizes = {"COLUMNS": columns, "COLUMNS_PADDED": power_of_two(columns), "ORDER": max_order, "TOKENS": _TOKENS}
+def _constants(columns: int, max_order: int, polynomial: bool, has_map: bool, has_dead: bool) -> dict[str, int]:
+    sizes: dict[str, int] = {
+        "COLUMNS": columns,
+        "COLUMNS_PADDED": power_of_two(columns),
+        "ORDER": max_order,
+        "TOKENS": _TOKENS,
+    }
     return sizes | {"POLYNOMIAL": polynomial, "HAS_MAP": has_map, "HAS_DEAD": has_dead}
 
 
@@ -230,7 +235,10 @@ def ahead_of_time() -> list[Build]:
     integers = dict.fromkeys(("num_tokens", "fill", "end_of_sequence", "history_stride"), "i32")
     types = integers | dict.fromkeys(("history", "sequence", "row", "position", "token_map"), "*i32") | {"dead": "*u8"}
     types |= dict.fromkeys(("multipliers", "moduli", "offsets", "out"), "*i64")
-    engram = Build(_kernel, types, _constants(24, 4, False, True, True))
-    ple = Build(_kernel, types, _constants(16, 3, False, False, False) | {"token_map": None, "dead": None})
-    longcat = Build(_kernel, types, _constants(12, 4, True, True, False) | {"dead": None})
-    return [engram, ple, longcat]
+    engram, ple = _constants(24, 4, False, True, True), _constants(16, 3, False, False, False)
+    longcat = _constants(12, 4, True, True, False)
+    return [
+        Build(_kernel, types, {**engram}),
+        Build(_kernel, types, {**ple, "token_map": None, "dead": None}),
+        Build(_kernel, types, {**longcat, "dead": None}),
+    ]

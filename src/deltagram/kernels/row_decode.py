@@ -102,29 +102,35 @@ def _kernel(  # type: ignore[no-untyped-def]
     num_rows,
     DIM: tl.constexpr,
     ROW: tl.constexpr,  # elements of `table` a row
-    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,  # values that share a scale byte; DIM where none do
     FP8: tl.constexpr,
+    HAS_GROUPS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    flat_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    flat_wanted = tl.load(ids + flat_row, mask=flat_row < num_rows, other=-1).to(tl.int64)
+    row, wanted = flat_row[:, None, None], flat_wanted[:, None, None]
     inside = row < num_rows
-    wanted = tl.load(ids + row, mask=inside, other=-1).to(tl.int64)[:, None]
-    d = tl.arange(0, BLOCK)[None, :]
-    present = (wanted >= 0) & (d < DIM)
+    group = tl.arange(0, GROUPS)[None, :, None]
+    within = tl.arange(0, BLOCK)[None, None, :]
+    d = group * WIDTH + within
+    known = (group < DIM // WIDTH) & (within < WIDTH)
+    present = (wanted >= 0) & known
     value = tl.load(table + wanted * ROW + d, mask=present, other=0)
     if FP8:
         value = e4m3(value.to(tl.int32))
     else:
         value = value.to(tl.float32)
-    if GROUP > 0:
-        byte = tl.load(table_bytes + wanted * ROW + DIM + d // GROUP, mask=present, other=127)
-        value = value * ue8m0(byte.to(tl.int32))
+    if HAS_GROUPS:
+        scaled = (wanted >= 0) & (group < DIM // WIDTH)
+        value = value * ue8m0(tl.load(table_bytes + wanted * ROW + DIM + group, mask=scaled, other=127).to(tl.int32))
     if HAS_SCALE:
         value = value * tl.load(scale)
         value = tl.where(wanted >= 0, value, 0.0)  # an infinite scale would make NaN of the zeros
-    tl.store(out + row[:, None] * DIM + d, value.to(out.dtype.element_ty), mask=inside[:, None] & (d < DIM))
+    tl.store(out + row * DIM + d, value.to(out.dtype.element_ty), mask=inside & known)
 
 
 def _launch(
@@ -151,9 +157,11 @@ def _launch(
 
 
 def _constants(dim: int, row: int, group: int, fp8: bool, has_scale: bool) -> dict[str, int]:
-    block = power_of_two(dim)
-    tile = {"ROWS": max(1, _ELEMENTS // block), "BLOCK": block}
-    return {"DIM": dim, "ROW": row, "GROUP": group, "FP8": fp8, "HAS_SCALE": has_scale} | tile
+    width = group or dim
+    groups, block = power_of_two(dim // width), power_of_two(width)
+    tile = {"ROWS": max(1, _ELEMENTS // (groups * block)), "GROUPS": groups, "BLOCK": block}
+    switches = {"FP8": fp8, "HAS_GROUPS": group > 0, "HAS_SCALE": has_scale}
+    return {"DIM": dim, "ROW": row, "WIDTH": width} | switches | tile
 
 
 def ahead_of_time() -> list[Build]:

@@ -26,7 +26,7 @@ class CachedStore:
             raise ValueError(f"a cache of {num_slots} rows; expected at least one row of {below.format}")
         self.below, self.num_slots = below, num_slots
         self.num_rows, self.format = below.num_rows, below.format
-        self.capturable, self.needs_host_tokens = below.capturable, below.needs_host_tokens
+        self.needs_host_tokens = below.needs_host_tokens
         self.scale: Tensor | None = getattr(below, "scale", None)
 
         def made(*shape: int, dtype: torch.dtype = torch.int64, fill: int = -1) -> Tensor:
@@ -39,6 +39,11 @@ class CachedStore:
         self.claim = made(num_slots + 1)
         self.turn = made(1, fill=0)
         self.hits, self.lookups = made(1, fill=0), made(1, fill=0)
+
+    @property
+    def capturable(self) -> bool:
+        """See RowStore."""
+        return self.below.capturable
 
     def lookup(self, ids: Tensor, dtype: torch.dtype | None, out: Tensor | None = None) -> Tensor:
         """See RowStore."""

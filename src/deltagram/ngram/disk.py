@@ -17,6 +17,7 @@ from torch import Tensor
 
 from deltagram.ngram.formats import RowFormat
 from deltagram.ngram.helpers import Workers
+from deltagram.ngram.host_step import HostStep
 from deltagram.ngram.stores import Staging
 
 READERS = 16  # reads in flight
@@ -38,9 +39,11 @@ class Segment:
 
 
 class DiskStore:
-    """A table in files, which must stay as they are while it is open."""
+    """A table in files, which must stay as they are while it is open.
 
-    capturable = False
+    A lookup can be captured once `reserve` has said how many rows it may take.
+    """
+
     needs_host_tokens = True
 
     def __init__(
@@ -65,10 +68,23 @@ class DiskStore:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         self._workers = Workers(READERS, "reading rows from disk")
         self._staging: Staging | None = None
+        self.in_graphs: HostStep | None = None
         self.rows_read = 0
+
+    @property
+    def capturable(self) -> bool:
+        """See RowStore."""
+        return self.in_graphs is not None
+
+    def reserve(self, max_rows: int) -> None:
+        """Make ready for captured lookups of up to `max_rows` rows. Call `in_graphs.check()` after each replay."""
+        self.in_graphs = HostStep(self.fetch, self.format, self.device, max_rows)
 
     def lookup(self, ids: Tensor, dtype: torch.dtype | None, out: Tensor | None = None) -> Tensor:
         """See RowStore. Raises ValueError naming the tensor for a failed read, HelperError if reading stops."""
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            assert self.in_graphs is not None, "reserve rows before capturing"
+            return self.in_graphs.lookup(ids, dtype, self.scale, out)
         if self._staging is None:
             self._staging = Staging(self.format, self.device, 1)  # whole, so that no row is read twice
         return self._staging.lookup(ids, dtype, self.scale, self.fetch, out)
@@ -93,6 +109,8 @@ class DiskStore:
 
     def close(self) -> None:
         """Close the files and end the readers."""
+        if self.in_graphs is not None:
+            self.in_graphs.close()
         self._workers.close()
         for descriptor in self._files.values():
             os.close(descriptor)

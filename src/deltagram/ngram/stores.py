@@ -35,8 +35,10 @@ class RowStore(Protocol):
 
     num_rows: int
     format: RowFormat
-    capturable: bool
     needs_host_tokens: bool
+
+    @property
+    def capturable(self) -> bool: ...
 
     def lookup(self, ids: Tensor, dtype: torch.dtype | None, out: Tensor | None = None) -> Tensor:
         """Rows of `ids` (int64 [...], on the model's device): numbers of `dtype` [..., dim], or for None the stored
