@@ -92,9 +92,10 @@ def test_what_cannot_be_done_is_said(tmp_path):
         assert result.exit_code == 2 and problem in result.stderr, (words, result.output)
 
 
-def test_a_comparison_from_the_command_line(make_plan):
+def test_a_comparison_from_the_command_line(make_plan, tmp_path_factory, monkeypatch):
     plan = make_plan("write(10.0)", "write(8.0)")
-    out = ["--out", str(plan.parent / "records")]
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    out = ["--out", "records"]
     done = runner.invoke(app, ["compare", str(plan), *out])
     assert done.exit_code == 0, done.output
     assert "B is 25.0 % faster" in done.stdout and "left at most" in done.stderr and "look at 3 blocks" in done.stderr

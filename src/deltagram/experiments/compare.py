@@ -70,6 +70,7 @@ def compare(plan: Plan, out: Path, *, aa: bool = False, resume: bool = False, pr
     if problems:
         problems.append("a wider margin, more blocks (a new plan) or a quieter machine, and --aa again, may lift it")
         raise Vetoed("; ".join(problems))
+    out = out.resolve()  # arms run in folders of their own, and are told paths
     record = unfinished(out, plan, aa) if resume else create(out, plan, aa)
     record.set_state("running")
     try:
