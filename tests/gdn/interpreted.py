@@ -1,4 +1,4 @@
-"""Run in a process of its own by test_interpreted.py: the kernels under Triton's interpreter, on the CPU, against the oracle.
+"""Run in a process of its own by test_interpreted.py: the kernels under Triton's interpreter, against the oracle.
 
 It checks masks and indices: everything that is not read is NaN, and sizes are odd.
 """
@@ -43,21 +43,32 @@ def run(shape: CoreShape) -> None:
     a, b, c, d, e = streams
     step(Part(a, Kind.PREFILL, 70), Part(b, Kind.PREFILL, 2), Part(c, Kind.PREFILL, 1), pad=3)
     step(Part(b, Kind.DECODE), Part(c, Kind.VERIFY, 3, 1), Part(a, Kind.PREFILL, 65), Part(d, Kind.PREFILL, 3), pad=4)
-    step(Part(b, Kind.DECODE), Part(c, Kind.DECODE), Part(a, Kind.VERIFY, 3, 0), Part(d, Kind.VERIFY, 2, 1), pad=9, mixed=False)
+    step(
+        Part(b, Kind.DECODE),
+        Part(c, Kind.DECODE),
+        Part(a, Kind.VERIFY, 3, 0),
+        Part(d, Kind.VERIFY, 2, 1),
+        pad=9,
+        mixed=False,
+    )
     step(Part(a, Kind.DECODE), Part(c, Kind.VERIFY, 2), Part(b, Kind.VERIFY, 3, 2), Part(e, Kind.PREFILL, 1))
     step(Part(b, Kind.DECODE), Part(e, Kind.DECODE), mixed=False)
 
     stream = plain.stream(8, 4)
     stream.qkv, stream.a, stream.b = e.qkv, e.a, e.b
     plain.step([Part(stream, Kind.PREFILL, 6)])
-    torch.testing.assert_close(plain.step([Part(stream, Kind.DECODE)])[0].double(), expected[4][0][6:7], rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(
+        plain.step([Part(stream, Kind.DECODE)])[0].double(), expected[4][0][6:7], rtol=1e-4, atol=2e-5
+    )
 
     x = torch.randn(7, shape.value_heads, shape.value_dim)
     z = torch.randn(7, 500)[:, 3 : 3 + x[0].numel()].unflatten(1, x.shape[1:])
     x[5:] = float("nan")
     weight, cu_tokens = torch.randn(shape.value_dim), torch.tensor([0, 2, 5], dtype=torch.int32)
     for activation in ("silu", "sigmoid"):
-        plain_norm, kernel = (rms_norm_gated(x, z, weight, cu_tokens, 1e-6, activation, impl) for impl in (None, "triton"))
+        plain_norm, kernel = (
+            rms_norm_gated(x, z, weight, cu_tokens, 1e-6, activation, impl) for impl in (None, "triton")
+        )
         torch.testing.assert_close(kernel, plain_norm, rtol=1e-5, atol=1e-5)
 
 

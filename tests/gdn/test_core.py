@@ -109,7 +109,9 @@ def test_any_schedule_gives_each_request_alone(data: st.DataObject) -> None:
         parts = data.draw(st.permutations([part for part in parts if data.draw(st.booleans())]))
         parts.sort(key=lambda part: part.kind)
         tight = exact_bucket(parts)
-        bucket = Bucket(tight.tokens + data.draw(st.integers(0, 3)), tight.sequences + data.draw(st.integers(1, 2)), True)
+        bucket = Bucket(
+            tight.tokens + data.draw(st.integers(0, 3)), tight.sequences + data.draw(st.integers(1, 2)), True
+        )
         begins = [part.stream.done for part in parts]
         for part, begin, result in zip(parts, begins, steps.step(parts, bucket), strict=True):
             check(result, expected[part.stream.slot][0][begin : part.stream.done])

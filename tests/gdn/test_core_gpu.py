@@ -1,4 +1,4 @@
-"""What the core claims on a GPU: the same bits captured or eager, alone or in company, whole or split, drafted or decoded."""
+"""What the core claims on a GPU: the same bits captured or eager, alone or not, whole or split, drafted or decoded."""
 
 import random
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ def begun(steps: CoreSteps, length: int, slot: int) -> Stream:
 
 
 def kinds(steps: CoreSteps) -> dict[str, list[Part]]:
-    """Steps of every kind, for a bucket of 128 tokens and 16 sequences. Streams in slots 0 to 9 are begun, the others not."""
+    """Steps of every kind, for a bucket of 128 tokens and 16 sequences. Slots 0 to 9 are begun, the others not."""
     old = [begun(steps, length, slot) for slot, length in enumerate((1, 2, 3, 50, 63, 64, 65, 70, 100, 128))]
     new = [steps.stream(200, slot) for slot in range(10, 20)]
     for stream in old[:3]:  # with accepted drafts to commit
@@ -83,17 +83,16 @@ def test_captured_is_eager(mixed: bool) -> None:
         results, pools = [], []
         table, rows = steps.table(parts, bucket), steps.rows(parts, bucket)
         tokens = sum(part.num_new for part in parts)
-        for run in (lambda: steps.run(table, rows), graph.graph.replay):
+        for captured in (False, True):
             for pool, saved in zip(steps.pools(), before, strict=True):
                 pool.copy_(saved)
-            if run == graph.graph.replay:
+            if captured:
                 graph.load(parts)
                 graph.rows.copy_(rows)
-                run()
-            else:
-                results.append(run()[:tokens].clone())
+                graph.graph.replay()
+            out = graph.out if captured else steps.run(table, rows)
+            results.append(out[:tokens].clone())
             pools.append([pool.clone() for pool in steps.pools()])
-        results.append(graph.out[:tokens])
         assert same_bits(*results), name
         assert not results[0].isnan().any(), name
         assert all(same_bits(a, b) for a, b in zip(*pools, strict=True)), name
@@ -191,7 +190,7 @@ SHAPES = [
 
 
 def relative(error: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
-    """Error of the whole, and of the worst (token, head) against the mean one: rows that are nearly zero have no own scale."""
+    """Error of the whole, and of the worst (token, head), on the scale of the mean one: some rows are nearly zero."""
     rows = error.norm(dim=-1) / expected.norm(dim=-1).mean()
     return (error.norm() / expected.norm()).item(), rows.max().item()
 
@@ -207,7 +206,12 @@ def test_error_against_float64(shape: CoreShape, dtype: torch.dtype) -> None:
         got = [steps.step([Part(stream, PREFILL, n)])[0] for n in (150, 1, 29)]
         got += [steps.step([Part(stream, DECODE)])[0] for _ in range(20)]
         out = torch.cat(got).double().cpu()
-        errors.append((relative(out - outputs, outputs), relative(steps.state.recurrent[1].double().cpu() - states[-1], states[-1])))
+        errors.append(
+            (
+                relative(out - outputs, outputs),
+                relative(steps.state.recurrent[1].double().cpu() - states[-1], states[-1]),
+            )
+        )
     for kernel, plain in zip(*errors, strict=True):
         print(f"\n{shape} {dtype} kernel {kernel[0]:.2e} worst row {kernel[1]:.2e} plain {plain[0]:.2e} {plain[1]:.2e}")
         floor = 1e-7 if dtype is torch.float32 else 0
@@ -236,5 +240,3 @@ def test_repeated_tokens() -> None:
     outputs, _ = oracle(steps, stream)
     out = steps.step([Part(stream, PREFILL, 128)])[0].double().cpu()
     assert relative(out - outputs, outputs)[0] < 2e-2
-
-

@@ -1,7 +1,8 @@
 """The gated delta rule over a step: one fixed sequence of ops, whatever the step mixes.
 
-On a GPU that is four launches in a tokens-only bucket (with the gated norm that follows) and six in a mixed one. Their grids
-are the bucket's capacity and their sizes are read from the sequence table on the device, so a captured step is an eager one.
+On a GPU that is four launches in a tokens-only bucket (with the gated norm that follows) and six in a mixed one. Their
+grids are the bucket's capacity and their sizes are read from the sequence table on the device, so a captured step is an
+eager one.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from deltagram.step.sequences import SequenceTable
 
 @dataclass(slots=True)
 class LayerState:
-    """One layer's part of the pools: see gdn/state.py. `drafts` are the rings of k, v and gates, if steps may carry drafts."""
+    """One layer's part of the pools: see gdn/state.py. `drafts` are the rings of k, v and gates, if steps may carry
+    drafts."""
 
     recurrent: Tensor
     conv: Tensor
@@ -40,8 +42,8 @@ def forward_core(
 ) -> Tensor:
     """qkv [T, 2 H K + HV V], a and b [T, HV] -> the layer's heads [T, HV, V] before norm and gate; `state` is updated.
 
-    Tokens stay where they are: each op takes the rows of its own kind and leaves the others. Nobody writes the rows of padding,
-    and the gated norm does not read them.
+    Tokens stay where they are: each op takes the rows of its own kind and leaves the others. Nobody writes the rows of
+    padding, and the gated norm does not read them.
     """
     t, pool = table, state.recurrent
     convolved = causal_conv1d(

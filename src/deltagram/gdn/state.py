@@ -1,10 +1,10 @@
-"""The state pools: one slot a running request, in every layer that keeps state. Layouts are stated here and nowhere else.
+"""The state pools: one slot a running request, in every layer that keeps state. Layouts are stated only here.
 
 recurrent  [slots, HV, V, K]   the state S of the gated delta rule, fp32 unless the settings name another dtype
 conv       [slots, R, C]       ring of the convolution's inputs: absolute position p at p modulo R
 memory     [slots, R', C']     the same for a memory layer's convolution
-drafts     k [slots, D, H, K], v [slots, D, HV, V], gates [slots, D, 2, HV]: what the recurrent state needs of drafted tokens,
-                               at their absolute position modulo D; only where steps carry drafts
+drafts     k [slots, D, H, K], v [slots, D, HV, V], gates [slots, D, 2, HV]: what the recurrent state needs of drafted
+                               tokens, at their absolute position modulo D; only where steps carry drafts
 
 The last slot is the pad slot: padding names it, no request owns it, nobody writes it.
 """
@@ -19,8 +19,8 @@ from torch import Tensor
 class Owner:
     """What the host knows of a slot in use.
 
-    `state_pos` of the `request`'s tokens are in the recurrent state; up to `pending` more, drafted ones, may have been accepted
-    and then wait in the rings. A step that failed half-way leaves a state that is no longer `valid`.
+    `state_pos` of the `request`'s tokens are in the recurrent state; up to `pending` more, drafted ones, may have been
+    accepted and then wait in the rings. A step that failed half-way leaves a state that is no longer `valid`.
     """
 
     request: int
@@ -32,8 +32,8 @@ class Owner:
 class SlotPool:
     """Hands out slots, and refuses a state that is not the one a request left.
 
-    `generation[slot]` counts the owners a slot has had. A slot is taken with state_pos 0, where kernels read no state, so a
-    recycled slot needs no clearing.
+    `generation[slot]` counts the owners a slot has had. A slot is taken with state_pos 0, where kernels read no state,
+    so a recycled slot needs no clearing.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -65,11 +65,9 @@ class SlotPool:
         del self._owners[slot]
         self._free.append(slot)
 
-    def advance(
-        self, slot: int, generation: int, request: int, start: int, num_new: int, num_draft: int = 0
-    ) -> None:
-        """Check that the slot holds `request`'s first `start` tokens, and note that a step brings it `num_new` further, the last
-        `num_draft` of which may yet be rejected. Raises RuntimeError if it does not."""
+    def advance(self, slot: int, generation: int, request: int, start: int, num_new: int, num_draft: int = 0) -> None:
+        """Check that the slot holds `request`'s first `start` tokens, and note that a step brings it `num_new` further,
+        the last `num_draft` of which may yet be rejected. Raises RuntimeError if it does not."""
         owner = self._owners.get(slot)
         if owner is None or owner.request != request or self.generation[slot] != generation:
             raise RuntimeError(f"slot {slot}, generation {generation}, is not request {request}'s: it has {owner}")
@@ -106,7 +104,8 @@ def draft_rings(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The rings of k, v and gates of steps with up to `max_draft` drafts a sequence.
 
-    Their length keeps the entries that a step replays (drafts accepted before its first token) apart from those it writes.
+    Their length keeps the entries that a step replays (drafts accepted before its first token) apart from those it
+    writes.
     """
     length = 2 * max_draft + 1
     exact = torch.float64 if dtype == torch.float64 else torch.float32
@@ -118,6 +117,6 @@ def draft_rings(
 
 
 def allocate(num_slots: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, poison: bool) -> Tensor:
-    """A pool of `num_slots` slots and the pad slot. `poison` fills it with NaN: no result may depend on what it held."""
+    """A pool of `num_slots` slots and the pad slot, full of NaN if `poison`: no result may depend on what it held."""
     fill = float("nan") if poison else 0.0
     return torch.full((num_slots + 1, *shape), fill, dtype=dtype, device=device)

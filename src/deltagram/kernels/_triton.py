@@ -1,9 +1,10 @@
 """The one place that knows whether Triton is there, and how an op chooses between its reference and its kernel.
 
-Kernel files start with `from __future__ import annotations` and decorate with `jit`, so that they import without Triton.
-Each of them lists, in `ahead_of_time()`, the builds that stand for its kernels: one `Build` a set of types and switches that a
-launcher can produce. Sizes that follow the step (tokens, sequences) are listed in `do_not_specialize`: a kernel must not be laid
-out, and so must not sum, differently in another bucket. `compile_ahead(build, capability)` compiles one for a GPU that need not be there.
+Kernel files start with `from __future__ import annotations` and decorate with `jit`, so that they import without
+Triton. Each of them lists, in `ahead_of_time()`, the builds that stand for its kernels: one `Build` a set of types and
+switches that a launcher can produce. Sizes that follow the step (tokens, sequences) are listed in `do_not_specialize`:
+a kernel must not be laid out, and so must not sum, differently in another bucket. `compile_ahead(build, capability)`
+compiles one for a GPU that need not be there.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ Op = TypeVar("Op", bound=Callable[..., object])
 
 
 class Build(NamedTuple):
-    """One compiled form of a kernel: `types` of its run-time arguments ("*bf16", "i32") and `constants`, both by name."""
+    """One compiled form of a kernel: `types` of its run-time arguments ("*bf16", "i32") and `constants`, both by name,
+    and the launch's own options."""
 
     kernel: Any
     types: dict[str, str]
     constants: Mapping[str, object]
-    num_warps: int = 4
-    num_stages: int = 1
+    options: Mapping[str, object] = {"num_warps": 4}
 
 
 def compile_ahead(build: Build, capability: int) -> Any:
@@ -58,14 +59,14 @@ def compile_ahead(build: Build, capability: int) -> Any:
         if signature[parameter.name][0] in "*i" and not parameter.do_not_specialize
     ]
     source = ASTSource(build.kernel, signature, dict(build.constants), {i: [["tt.divisibility", 16]] for i in aligned})
-    options = {"num_warps": build.num_warps, "num_stages": build.num_stages}
-    return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return compile(source, target=GPUTarget("cuda", capability, 32), options=dict(build.options))
 
 
 def choose(impl: Impl, device: torch.device, reference: Op, launch: Op) -> Op:
     """The body an op runs: `impl` if given, else the reference for CPU tensors and the kernel for CUDA tensors.
 
-    Raises ValueError for an unknown `impl`, RuntimeError where the kernel is asked for and cannot be had: never the other one.
+    Raises ValueError for an unknown `impl`, RuntimeError where the kernel is asked for and cannot be had: never the
+    other one.
     """
     if impl not in (None, "reference", "triton"):
         raise ValueError(f"impl must be 'reference', 'triton' or None, got {impl!r}")

@@ -1,15 +1,16 @@
-"""Depthwise causal convolution over the sequences of a step, with silu, continued from each request's ring of past inputs.
+"""Depthwise causal convolution over the sequences of a step, with silu, continued from each request's ring of past
+inputs.
 
     y[t, c] = silu(sum over j < W of weight[c, j] * x[position(t) - (W - 1 - j) * dilation, c])
 
-Inputs before position 0 count as zero. Inputs of this step are read from `x`; older ones from the request's ring, where the
-input of absolute position p lives at p modulo R. The step's inputs are then written to the ring (the last R of a sequence).
-Since every position of a request passes through here in order, an entry read is always one the same request wrote: a
-recycled slot needs no clearing, and rejected drafts are overwritten by the tokens that replace them.
+Inputs before position 0 count as zero. Inputs of this step are read from `x`; older ones from the request's ring, where
+the input of absolute position p lives at p modulo R. The step's inputs are then written to the ring (the last R of a
+sequence). Since every position of a request passes through here in order, an entry read is always one the same request
+wrote: a recycled slot needs no clearing, and rejected drafts are overwritten by the tokens that replace them.
 
-Shapes: x [T, C] (rows may be strided), weight [C, W], ring [slots, R, C] with R >= (W - 1) * dilation plus the drafts of a
-step; cu_tokens [N + 1], sequence [T], position [T], start [N], slot [N]: int32, as in the sequence table. Returns [T, C] in
-x's dtype, zero for padding; arithmetic in fp32 (float64 for float64 inputs). `ring` is updated in place.
+Shapes: x [T, C] (rows may be strided), weight [C, W], ring [slots, R, C] with R >= (W - 1) * dilation plus the drafts
+of a step; cu_tokens [N + 1], sequence [T], position [T], start [N], slot [N]: int32, as in the sequence table. Returns
+[T, C] in x's dtype, zero for padding; arithmetic in fp32 (float64 for float64 inputs). `ring` is updated in place.
 Errors: ValueError for a ring too short for the kernel's reach.
 """
 
@@ -128,8 +129,9 @@ def _kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """The first `num_sequences` programs take the head of a sequence each: its first tokens, which read the ring, and then the
-    ring's new entries, so that who reads the ring is who writes it. The others take 16 tokens each, past the heads."""
+    """The first `num_sequences` programs take the head of a sequence each: its first tokens, which read the ring, and
+    then the ring's new entries, so that who reads the ring is who writes it. The others take 16 tokens each, past the
+    heads."""
     pid = tl.program_id(0)
     channel = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
     inside = channel < C

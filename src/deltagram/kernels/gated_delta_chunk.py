@@ -7,15 +7,15 @@ D[i, j] = exp(G_i - G_j) for i >= j, the corrections U of a chunk that starts fr
     O = exp(G) (Q S^T) + lower(D_ij q_i . k_j) U
     S <- exp(G_last) S + U^T (exp(G_last - G) K)
 
-A sequence whose request has computed nothing before starts from zero, whatever its slot holds; any other starts from its
-slot. The final state is written back to the slot. Rows of tokens that are not prefill are left as they are.
+A sequence whose request has computed nothing before starts from zero, whatever its slot holds; any other starts from
+its slot. The final state is written back to the slot. Rows of tokens that are not prefill are left as they are.
 
 The kernels run it in two launches: one works out, for every chunk on its own, A = (I + ...)^-1 diag(beta) and
 P = lower(D_ij q_i . k_j); the other walks each sequence's chunks, with U = A (V - exp(G) (K S^T)).
 
-Shapes: q, k [T, H, K] (k normalised, q normalised and scaled), v [T, HV, V] (rows may be strided), g and beta [T, HV] fp32;
-state [slots, HV, V, K], updated in place; chunks [NT, 2] (sequence, index; sequence -1 is padding, ordered by sequence), kind
-[N], cu_tokens [N + 1], start [N], slot [N]: int32; out [T, HV, V], written in place.
+Shapes: q, k [T, H, K] (k normalised, q normalised and scaled), v [T, HV, V] (rows may be strided), g and beta [T, HV]
+fp32; state [slots, HV, V, K], updated in place; chunks [NT, 2] (sequence, index; sequence -1 is padding, ordered by
+sequence), kind [N], cu_tokens [N + 1], start [N], slot [N]: int32; out [T, HV, V], written in place.
 Source: Parallelizing Linear Transformers with the Delta Rule, https://arxiv.org/abs/2406.06484, with the gate of
 https://arxiv.org/abs/2412.06464.
 """
@@ -68,7 +68,8 @@ def _reference(
         return
     dtype, group = torch.float64 if state.dtype == torch.float64 else torch.float32, v.shape[1] // k.shape[1]
     sequence, order = chunks.unbind(1)
-    token = cu_tokens.long()[sequence][:, None] + order[:, None] * CHUNK + torch.arange(CHUNK, device=q.device)  # [C, 64]
+    ticks = torch.arange(CHUNK, device=q.device)
+    token = cu_tokens.long()[sequence][:, None] + order[:, None] * CHUNK + ticks  # [C, 64]
     valid = token < cu_tokens.long()[sequence + 1][:, None]
     token = torch.where(valid, token, 0)
 
@@ -104,8 +105,8 @@ def _reference(
 
 @jit
 def _invert_blocks(system):  # type: ignore[no-untyped-def]
-    """The inverse of I plus the diagonal blocks of 16 of a strictly lower triangular [64, 64], by substitution, which is stable
-    where powers of the matrix are not. Blocks off the diagonal are zero."""
+    """The inverse of I plus the diagonal blocks of 16 of a strictly lower triangular [64, 64], by substitution, which
+    is stable where powers of the matrix are not. Blocks off the diagonal are zero."""
     block = tl.arange(0, 4)
     within = tl.arange(0, 16)
     same = block[:, None, None, None] == block[None, None, :, None]
@@ -241,7 +242,8 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
 
 
 def _tiles(key_dim: int, value_dim: int, exact: bool) -> dict[str, int]:
-    """A program's part of a state, its warps and its loads in flight: by the model's shapes alone, since they decide bits."""
+    """A program's part of a state, its warps and its loads in flight: by the model's shapes alone, since they decide
+    bits."""
     columns = power_of_two(key_dim, 16)
     wide = columns > 128 or exact
     return {"BK": columns, "BV": min(power_of_two(value_dim, 16), 16 if wide else 32), "STAGES": 1 if wide else 2}

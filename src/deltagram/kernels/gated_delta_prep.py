@@ -3,8 +3,10 @@
     q <- q / sqrt(sum q^2 + 1e-6) / sqrt(K),  k <- k / sqrt(sum k^2 + 1e-6)   per key head
     g = -exp(A_log) * softplus(a + dt_bias),  beta = sigmoid(b)               per value head, in fp32
 
-Shapes: qkv [T, 2 * H * K + HV * V] (channels q | k | v), a and b [T, HV] (rows may be strided), A_log and dt_bias [HV] fp32.
-Returns q, k [T, H, K] in qkv's dtype, v [T, HV, V] (a view of qkv), g and beta [T, HV] fp32 (float64 for float64 inputs).
+Shapes: qkv [T, 2 * H * K + HV * V] (channels q | k | v), a and b [T, HV] (rows may be strided), A_log and dt_bias [HV]
+fp32.
+Returns q, k [T, H, K] in qkv's dtype, v [T, HV, V] (a view of qkv), g and beta [T, HV] fp32 (float64 for float64
+inputs).
 Source: Gated Delta Networks, https://arxiv.org/abs/2412.06464, as parametrised by Qwen3-Next.
 """
 

@@ -2,10 +2,10 @@
 
     y = weight * x / sqrt(mean(x^2) + eps) * act(z)
 
-Shapes: x [T, HV, V]; z [T, HV, V], whose heads lie side by side in a row (rows may be strided); weight [V]; cu_tokens [N + 1]
-int32, whose last entry counts the real tokens; act is silu or sigmoid. Returns [T, HV, V] in z's dtype, zero for padding,
-whatever x and z hold there; arithmetic in fp32 (float64 for float64 inputs). The weight is plain here, not 1 + w as in these
-models' other norms.
+Shapes: x [T, HV, V]; z [T, HV, V], whose heads lie side by side in a row (rows may be strided); weight [V]; cu_tokens
+[N + 1] int32, whose last entry counts the real tokens; act is silu or sigmoid. Returns [T, HV, V] in z's dtype, zero
+for padding, whatever x and z hold there; arithmetic in fp32 (float64 for float64 inputs). The weight is plain here, not
+1 + w as in these models' other norms.
 Errors: ValueError for another activation.
 """
 

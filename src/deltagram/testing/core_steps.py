@@ -1,7 +1,7 @@
 """Drives the Gated DeltaNet core through steps without a model or an engine: for tests and benchmarks.
 
-A `Stream` is a request whose projections are drawn ahead, one row a token; `CoreSteps` runs any batch of parts of streams as one
-step. `oracle` computes a stream token by token, from the formulas.
+A `Stream` is a request whose projections are drawn ahead, one row a token; `CoreSteps` runs any batch of parts of
+streams as one step. `oracle` computes a stream token by token, from the formulas.
 """
 
 from dataclasses import dataclass, fields
@@ -35,7 +35,8 @@ class CoreShape:
 
 @dataclass(slots=True)
 class Stream:
-    """A request's projections: qkv [L, channels], a and b [L, HV]; `done` tokens computed, `pending` drafts just accepted."""
+    """A request's projections: qkv [L, channels], a and b [L, HV]; `done` tokens computed, `pending` drafts just
+    accepted."""
 
     qkv: Tensor
     a: Tensor
@@ -47,7 +48,8 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A stream's part of a step. The last `num_wrong` tokens of a verify part are drafts that are not the stream's tokens."""
+    """A stream's part of a step. The last `num_wrong` tokens of a verify part are drafts that are not the stream's
+    tokens."""
 
     stream: Stream
     kind: Kind
@@ -201,7 +203,8 @@ def exact_bucket(parts: list[Part]) -> Bucket:
 
 
 def oracle(steps: CoreSteps, stream: Stream) -> tuple[Tensor, Tensor]:
-    """Outputs [L, HV, V] of a stream and its states after each token [L, HV, V, K], token by token in float64 on the CPU."""
+    """Outputs [L, HV, V] of a stream and its states after each token [L, HV, V, K], token by token in float64 on the
+    CPU."""
     shape, dtype = steps.shape, torch.float64
     qkv, a, b = (x.to("cpu", dtype) for x in (stream.qkv, stream.a, stream.b))
     weight, A_log, dt_bias = (x.to("cpu", dtype) for x in (steps.conv_weight, steps.A_log, steps.dt_bias))
