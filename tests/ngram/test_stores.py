@@ -1,5 +1,7 @@
 """Every placement gives the bits of the plain table, and fails loudly where it cannot."""
 
+import contextlib
+import gc
 import itertools
 import os
 import socket
@@ -284,10 +286,43 @@ def mapped_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_registrations_cover_a_large_table_in_pieces(monkeypatch):
-    parts = memory.pieces(20 * (1 << 30) + 4096)
-    assert [size for _, size in parts] == [8 << 30, 8 << 30, (4 << 30) + 4096]
-    assert [offset for offset, _ in parts] == [0, 8 << 30, 16 << 30]
+class Driver:
+    """Refuses registrations above `limit` bytes, and keeps those it made."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.held = limit, {}
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        if size > self.limit:
+            return 2
+        self.held[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.held[address]
+        return 0
+
+
+@pytest.mark.parametrize("limit", [1 << 20, 300_000, 70_000])
+def test_a_registration_too_large_for_the_driver_is_made_in_pieces(limit, monkeypatch):
+    driver = Driver(limit)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(memory, "PIECE", 1 << 17)
+    if limit < memory.PIECE:
+        with pytest.raises(RuntimeError, match="CUDA did not lock 400000 bytes"):
+            memory.HostMemory(400_000, torch.device("cuda"))
+        assert not driver.held
+        return
+    held = memory.HostMemory(400_000, torch.device("cuda"))
+    covered = held.bytes.data_ptr()
+    for address, size in sorted(driver.held.items()):
+        assert address == covered
+        covered += size
+    assert covered == held.bytes.data_ptr() + 400_000 and len(driver.held) == (1 if limit > 400_000 else 4)
+    del held
+    gc.collect()
+    assert not driver.held
 
 
 def test_numa_lists_and_interleaving(monkeypatch):

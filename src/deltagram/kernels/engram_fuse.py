@@ -110,5 +110,7 @@ def ahead_of_time() -> list[Build]:
         types |= {"key_stride": "i32", "value_stride": "i32", "eps": "fp32", "scale": "fp32"}
         for has_live in (False, True):
             constants: dict[str, object] = dict(_constants(4, 5120, has_live))
-            builds.append(Build(_kernel, types, constants if has_live else constants | {"live": None}, num_warps=8))
+            builds.append(
+                Build(_kernel, types, constants if has_live else constants | {"live": None}, {"num_warps": 8})
+            )
     return builds

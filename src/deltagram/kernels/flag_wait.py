@@ -54,4 +54,4 @@ def _launch(flag: Tensor, epoch: Tensor, failed: Tensor, polls: int) -> None:
 
 def ahead_of_time() -> list[Build]:
     types = {"flag": "*i64", "epoch": "*i64", "failed": "*i64", "polls": "i32"}
-    return [Build(_kernel, types, {}, num_warps=1)]
+    return [Build(_kernel, types, {}, {"num_warps": 1})]

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from deltagram.kernels._triton import Build, Impl, choose, jit, power_of_two, tl
 
-_TOKENS = 8  # a program's
+_TOKENS, _WARPS = 8, 1  # a program's
 
 
 def ngram_hash(
@@ -217,6 +217,7 @@ def _launch(
         fill,
         end_of_sequence,
         **_constants(columns, max_order, polynomial, token_map is not None, dead is not None),
+        num_warps=_WARPS,
     )
     return out
 
@@ -238,7 +239,7 @@ def ahead_of_time() -> list[Build]:
     engram, ple = _constants(24, 4, False, True, True), _constants(16, 3, False, False, False)
     longcat = _constants(12, 4, True, True, False)
     return [
-        Build(_kernel, types, {**engram}),
-        Build(_kernel, types, {**ple, "token_map": None, "dead": None}),
-        Build(_kernel, types, {**longcat, "dead": None}),
+        Build(_kernel, types, {**engram}, {"num_warps": _WARPS}),
+        Build(_kernel, types, {**ple, "token_map": None, "dead": None}, {"num_warps": _WARPS}),
+        Build(_kernel, types, {**longcat, "dead": None}, {"num_warps": _WARPS}),
     ]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deltagram.kernels._triton import Build, Impl, choose, jit, tl
 
-_WORDS = 1024  # a program's, of the largest word that divides a row
+_WORDS, _WARPS = 1024, 4  # a program's words, each the largest integer that divides a row
 
 
 def row_lookup(table: Tensor, ids: Tensor, out: Tensor | None = None, keep: bool = False, impl: Impl = None) -> Tensor:
@@ -47,7 +47,7 @@ def _reference(table: Tensor, ids: Tensor, out: Tensor | None = None, keep: bool
 def _kernel(  # type: ignore[no-untyped-def]
     table, ids, out, num_rows, ROW_WORDS: tl.constexpr, KEEP: tl.constexpr, WORDS: tl.constexpr
 ):
-    at = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
+    at = tl.program_id(0) * WORDS + tl.arange(0, WORDS)  # words of `out` fit int32: dividing int64 would take longest
     row = at // ROW_WORDS
     inside = row < num_rows
     wanted = tl.load(ids + row, mask=inside, other=-1).to(tl.int64)
@@ -63,9 +63,10 @@ def _launch(table: Tensor, ids: Tensor, out: Tensor | None = None, keep: bool = 
     assert table.is_contiguous() and ids.is_contiguous() and out.is_contiguous()
     word = word_type(row_bytes)
     row_words = row_bytes // word.itemsize
+    assert count * row_words < 2**31, "a lookup of 16 GiB"
     if count:
         grid = (-(-count * row_words // _WORDS),)
-        _kernel[grid](table.view(word), ids, out.view(word), count, row_words, keep, _WORDS, num_warps=4)
+        _kernel[grid](table.view(word), ids, out.view(word), count, row_words, keep, _WORDS, num_warps=_WARPS)
     return out
 
 
@@ -79,5 +80,7 @@ def ahead_of_time() -> list[Build]:
     forms = ((False, "*i64", "*i64", 33), (True, "*i64", "*i64", 40), (False, "*i32", "*i32", 41))
     for keep, ids, word, row_words in forms:
         types = {"table": word, "out": word, "ids": ids, "num_rows": "i32"}
-        builds.append(Build(_kernel, types, {"ROW_WORDS": row_words, "KEEP": keep, "WORDS": _WORDS}))
+        builds.append(
+            Build(_kernel, types, {"ROW_WORDS": row_words, "KEEP": keep, "WORDS": _WORDS}, {"num_warps": _WARPS})
+        )
     return builds

@@ -70,8 +70,8 @@ class CachedStore:
         nowhere = self.num_slots
         challenged = torch.where(miss, slot, nowhere)
         enters = miss & ~(self.used[slot] & (held >= 0))
-        self.used[challenged] = False
-        self.used[torch.where(hit, slot, nowhere)] = True
+        self.used.index_fill_(0, challenged, False)
+        self.used.index_fill_(0, torch.where(hit, slot, nowhere), True)
         # Of several rows for a slot the last wins. Claims grow from lookup to lookup, so that they need no clearing.
         order = self.turn + torch.arange(len(flat), device=flat.device)
         self.turn += len(flat)
@@ -80,4 +80,4 @@ class CachedStore:
         target = torch.where(wins, slot, nowhere)
         self.rows[target] = packed
         self.held[target] = torch.where(wins, flat, -1)
-        self.held[nowhere] = -1
+        self.held[nowhere:].fill_(-1)

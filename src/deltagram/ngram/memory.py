@@ -86,18 +86,29 @@ def interleave(memory: Tensor, nodes: list[int] | None = None) -> None:
         warnings.warn(f"a table's pages may end up on one of NUMA nodes {nodes}: mbind: {reason}", stacklevel=2)
 
 
-def pieces(nbytes: int) -> list[tuple[int, int]]:
-    """(offset, size) of each registration of `nbytes`."""
-    return [(offset, min(PIECE, nbytes - offset)) for offset in range(0, nbytes, PIECE)]
+def pieces(nbytes: int, size: int) -> list[tuple[int, int]]:
+    """(offset, size) of each registration of `nbytes`, `size` at a time."""
+    return [(offset, min(size, nbytes - offset)) for offset in range(0, nbytes, size)]
 
 
 def _register(memory: HostMemory, device: torch.device) -> None:
+    """Lock the memory, in one piece if the driver takes that many bytes, else in pieces of PIECE."""
     with torch.cuda.device(device):
         cudart = torch.cuda.cudart()
         address = memory.bytes.data_ptr()
-        for offset, size in pieces(memory.nbytes):
-            code = int(cudart.cudaHostRegister(address + offset, size, _PORTABLE_MAPPED))
-            if code:
-                limit = "ulimit -l, and the container's, must allow it"
-                raise RuntimeError(f"CUDA did not lock {size} bytes of host memory (error {code}): {limit}")
-            weakref.finalize(memory, cudart.cudaHostUnregister, address + offset)
+        code = 0
+        for size in (memory.nbytes, PIECE):
+            held = []
+            for offset, length in pieces(memory.nbytes, size):
+                code = int(cudart.cudaHostRegister(address + offset, length, _PORTABLE_MAPPED))
+                if code:
+                    break
+                held.append(address + offset)
+            if not code:
+                for part in held:
+                    weakref.finalize(memory, cudart.cudaHostUnregister, part)
+                return
+            for part in held:
+                cudart.cudaHostUnregister(part)
+        limit = "ulimit -l, and the container's, must allow it"
+        raise RuntimeError(f"CUDA did not lock {memory.nbytes} bytes of host memory (error {code}): {limit}")
