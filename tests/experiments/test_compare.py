@@ -355,8 +355,8 @@ def test_an_arm_that_stays_up_is_waited_for_measured_and_ended(make_plan):
     for launch in outcome.record.launches():
         assert launch["seconds"] > 0.3 and launch["number"] == 10.0
         for line in (outcome.record.folder / "launches" / launch["folder"] / "sessions.txt").read_text().splitlines():
-            pid, started = line.split()
-            assert str(start_time(int(pid))) != started  # nothing is left running
+            pid, started = line.split(maxsplit=1)
+            assert start_time(int(pid)) != started  # nothing is left running
 
 
 def test_ready_may_be_a_line_of_the_output(make_plan):

@@ -186,7 +186,7 @@ def test_every_kind_of_failure_is_an_error_of_its_request_and_ends_its_session()
     errors = [reply.error for reply in result.replies]
     for error, part in zip(
         errors,
-        ("HTTP 503: busy", "JSONDecodeError", "before [DONE]", "no text", "no memory", "TypeError"),
+        ("HTTP 503: busy", "JSONDecodeError", "before the reply did", "no text", "no memory", "TypeError"),
         strict=False,
     ):
         assert part in error
@@ -249,13 +249,13 @@ def test_the_self_test_tells_a_client_that_adds_time():
 def made_result():
     load = Load(concurrency=2, slo_ttft_ms=150.0)
     replies = [
-        Reply("a", 0, 0.0, 0.0, 3, 100.0, 140.0, [20.0, 20.0], 10, 3, None, "x y z"),
-        Reply("b", 0, 0.0, 0.0, 3, 200.0, 260.0, [30.0, 30.0], 12, 3, None, "p q r"),
+        Reply("a", 0, 0.0, 0.0, 3, 100.0, 140.0, [20.0, 20.0], 10, 3, None, "x y z", "length"),
+        Reply("b", 0, 0.0, 0.0, 3, 200.0, 260.0, [30.0, 30.0], 12, 3, None, "p q r", "length"),
         Reply("c", 0, 0.0, 0.0, 3, error="HTTP 500: no"),
         Reply("d", 0, 0.0, 0.0, 3, finished=False),
     ]
     return LoadResult(
-        load, "tiny", replies, 2.0, ClientHealth(1.0, 1.0, 0.1, ()), {}, False, "2026-01-02T03:04:05+00:00"
+        load, "tiny", replies, 2.0, ClientHealth(1.0, 1.0, 0.1, ()), {}, started="2026-01-02T03:04:05+00:00"
     )
 
 
@@ -291,3 +291,25 @@ def test_the_exports_have_the_keys_that_others_read():
     assert row["output_token_throughput"] == {"unit": "tokens/sec", "avg": 3.0}
     assert row["inter_token_latency"]["avg"] == 25.0 and row["request_count"]["avg"] == 2.0
     assert row["error_summary"][0]["error_details"]["message"] == "HTTP 500: no"
+
+
+def test_a_server_that_refuses_to_force_lengths_is_asked_without():
+    def strict(body, n):
+        return (
+            (422, ["Unexpected fields: {'ignore_eos', 'min_tokens'}"]) if "ignore_eos" in body else (200, said("fine"))
+        )
+
+    with server(strict) as (url, seen):
+        result = load(url, synthetic(sessions=3, input_tokens=2, output_tokens=4), concurrency=1)
+        assert [("ignore_eos" in body) for body in seen] == [True, False, False, False]
+    assert result.summary()["completed"] == 3 and not result.forced
+    with server(lambda body, n: (422, ["no"])) as (url, seen):
+        result = load(url, synthetic(sessions=1, input_tokens=2, output_tokens=4), concurrency=1)
+    assert len(seen) == 1 and result.forced and result.replies[0].error == "ValueError: HTTP 422: no"
+
+
+def test_a_finish_reason_ends_a_reply_as_well_as_done():
+    last = "data: " + json.dumps({"choices": [{"delta": {}, "finish_reason": "length"}]}) + "\n\n"
+    with server(lambda body, n: (200, [*said("fine", done=False), last])) as (url, _):
+        result = load(url, synthetic(sessions=1, input_tokens=2, output_tokens=4), concurrency=1)
+    assert result.replies[0].ok and result.replies[0].finish_reason == "length"

@@ -163,6 +163,8 @@ def _print_summary(
     console.print(table)
     if result.ran_dry:
         say(console, "the sessions ran out before the duration did: the tail had fewer at a time", "yellow")
+    if result.load.force_lengths and not result.forced:
+        say(console, "the server refuses min_tokens and ignore_eos: output lengths are its own", "yellow")
     for error in sorted({reply.error for reply in result.replies if reply.error is not None})[:5]:
         say(console, error, "yellow")
     if reasons:

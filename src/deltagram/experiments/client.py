@@ -24,6 +24,7 @@ from deltagram.experiments.workload import Manifest, Session
 LAG_PERIOD_S = 0.005
 MAX_LATE_MS = 100.0
 MAX_CPU_SHARE = 0.9
+FORCING = ("min_tokens", "ignore_eos")
 
 # What servers call the same thing in their Prometheus metrics.
 COUNTERS = {
@@ -57,7 +58,7 @@ async def run_load(
         duration_s, ran_dry, client = await run.replay(manifest)
         after = await read_counters(http)
     risen = {name: after[name] - value for name, value in before.items() if name in after}
-    return LoadResult(load, model, run.replies, duration_s, client, risen, ran_dry, started)
+    return LoadResult(load, model, run.replies, duration_s, client, risen, ran_dry, run.forces, started)
 
 
 class _Run:
@@ -65,6 +66,7 @@ class _Run:
         self.http, self.load, self.progress = http, load, progress
         self.replies: list[Reply] = []
         self.start = 0.0
+        self.forces = load.force_lengths
         # Closed arrivals are capped by their workers; the others by this.
         self.room = asyncio.Semaphore(load.concurrency if load.concurrency and load.arrivals != "closed" else 1 << 30)
 
@@ -119,12 +121,11 @@ class _Run:
             reply = Reply(session.name, index, planned_s, 0.0, turn.output_tokens, finished=False)
             waited = self.room.locked()
             async with self.room:
-                body = self._body(said, turn.output_tokens)
                 reply.sent_s = time.perf_counter() - self.start
                 if waited:  # for a place, which is the plan and not the client
                     reply.planned_s = reply.sent_s
                 self.replies.append(reply)
-                await self._send(reply, body)
+                await self._send(reply, said)
             if self.progress:
                 self.progress(len(self.replies))
             if not reply.ok:
@@ -135,7 +136,7 @@ class _Run:
         load = self.load
         body: dict[str, Any] = {"model": load.model, "stream": True, "stream_options": {"include_usage": True}}
         body |= {"temperature": load.temperature, "max_tokens": output_tokens}
-        if load.force_lengths:
+        if self.forces:
             body |= {"min_tokens": output_tokens, "ignore_eos": True}
         if load.endpoint == "chat":
             body["messages"] = [{"role": role, "content": text} for role, text in said]
@@ -143,19 +144,23 @@ class _Run:
             body["prompt"] = "\n".join(text for _, text in said)
         return json.dumps(body | dict(load.extra)).encode()
 
-    async def _send(self, reply: Reply, body: bytes) -> None:
+    async def _send(self, reply: Reply, said: list[tuple[str, str]]) -> None:
         path = "/v1/chat/completions" if self.load.endpoint == "chat" else "/v1/completions"
+        body, forced = self._body(said, reply.asked_tokens), self.forces
         sent = last = time.perf_counter()
         pieces: list[str] = []
         try:
             async with self.http.post(path, data=body, headers={"Content-Type": "application/json"}) as response:
                 if response.status != 200:
-                    raise ValueError(f"HTTP {response.status}: {(await response.text())[:200]}")
-                done = False
+                    why = await response.text()
+                    if forced and response.status in (400, 422) and any(key in why for key in FORCING):
+                        self.forces = False  # strict servers refuse the keys; the results say that lengths are theirs
+                        return await self._send(reply, said)
+                    raise ValueError(f"HTTP {response.status}: {why[:200]}")
                 async for event in _events(response.content):
                     now = time.perf_counter()
                     if event == b"[DONE]":
-                        done = True
+                        reply.finish_reason = reply.finish_reason or "done"
                         break
                     text = _read_event(json.loads(event), reply)
                     if not text:
@@ -168,8 +173,8 @@ class _Run:
                     last = now
             if not pieces:
                 reply.error = "the reply held no text"
-            elif not done:
-                reply.error = "the stream ended before [DONE]"
+            elif reply.finish_reason is None:
+                reply.error = "the stream ended before the reply did"
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
             reply.error = f"{type(error).__name__}: {error}"[:200]
         finally:
@@ -256,6 +261,7 @@ def _read_event(event: Any, reply: Reply) -> str:
         details = usage.get("prompt_tokens_details") or {}
         reply.cached_tokens = details.get("cached_tokens", reply.cached_tokens)
     for choice in islice(event["choices"], 1):
+        reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
         delta = choice.get("delta")
         if delta is None:
             return str(choice.get("text") or "")

@@ -27,6 +27,7 @@ THROTTLES = {
     0x80: "power brake",
 }
 PACKAGES = ("deltagram", "torch", "triton", "numpy", "scipy", "aiohttp")
+PROC = Path("/proc")  # Linux; without it a launch's CPU time is not known
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -120,15 +121,18 @@ def session_cpu_seconds(session: int) -> float:
     return sum(sum(map(int, fields[11:15])) for _, fields in _processes() if int(fields[3]) == session) / TICKS
 
 
-def start_time(pid: int) -> int | None:
-    """Start of a process in clock ticks since boot, which with its id names it for good; None when it is gone."""
-    return next((int(fields[19]) for found, fields in _processes([pid]) if found == pid), None)
+def start_time(pid: int) -> str | None:
+    """When a process started, which with its id names it for good; None when it has ended."""
+    if not PROC.is_dir():
+        done = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True)
+        return done.stdout.strip() or None
+    return next((fields[19] for _, fields in _processes([pid])), None)
 
 
 def _processes(pids: Iterable[int] | None = None) -> Iterable[tuple[int, list[str]]]:
     """(pid, the fields of /proc/pid/stat after the name) of each process that still runs."""
     if pids is None:
-        pids = [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
+        pids = [int(entry.name) for entry in PROC.glob("[0-9]*")] if PROC.is_dir() else []
     for pid in pids:
         text = _read(f"/proc/{pid}/stat")
         fields = text.rpartition(")")[2].split() if text is not None else ["Z"]

@@ -65,8 +65,7 @@ class Launched:
             except ProcessLookupError:
                 break
             deadline = time.monotonic() + patience
-            while time.monotonic() < deadline and session_processes(self.process.pid):
-                self.process.poll()  # reaps it, or it would stay in its session for good
+            while time.monotonic() < deadline and (self.process.poll() is None or session_processes(self.process.pid)):
                 time.sleep(POLL_S)
         self.process.wait()
 
@@ -175,7 +174,7 @@ def end_leftovers(folder: Path) -> None:
     """Ends what a launch that a crash cut off may have left running."""
     file = folder / SESSIONS
     for line in file.read_text().splitlines() if file.exists() else ():
-        pid, started = line.split()
+        pid, started = line.split(maxsplit=1)
         if str(start_time(int(pid))) == started:  # the same process, not another one with its id
             os.killpg(int(pid), signal.SIGKILL)
 

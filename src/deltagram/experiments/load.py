@@ -100,6 +100,7 @@ class Reply:
     output_tokens: int = 0
     cached_tokens: int | None = None
     text: str = ""
+    finish_reason: str | None = None
     error: str | None = None
     finished: bool = True  # False: the run ended first
 
@@ -136,6 +137,7 @@ class LoadResult:
     client: ClientHealth
     counters: Mapping[str, float]  # what the server's own counters rose by
     ran_dry: bool = False  # the manifest ended before `duration_s` did
+    forced: bool = True  # the server was asked to keep to the output lengths of the manifest, and did not refuse
     started: str = ""  # ISO 8601
 
     def summary(self) -> dict[str, Any]:
