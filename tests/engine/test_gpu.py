@@ -17,7 +17,7 @@ def cpu() -> LLM:
 
 
 def test_float32_tokens_are_those_of_the_cpu(cpu: LLM) -> None:
-    gpu = LLM(device="cuda", dtype="float32", max_num_tokens=64, poison=True)
+    gpu = LLM(device="cuda", dtype="float32", max_num_tokens=79, poison=True)
     params = SamplingParams(max_tokens=48, temperature=0.0, logprobs=2, ignore_eos=True)
     for ours, theirs in zip(gpu.generate(PROMPTS, params), cpu.generate(PROMPTS, params), strict=True):
         a, b = ours.outputs[0], theirs.outputs[0]
