@@ -1,6 +1,8 @@
 """The library's front door: load a model, generate text."""
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from deltagram.engine.engine import Delta, Engine, Stats, TokenLogprobs
 from deltagram.engine.params import SamplingParams
-from deltagram.engine.request import FinishReason, Request
+from deltagram.engine.request import Request, Status
 from deltagram.engine.settings import parse, resolve
 from deltagram.engine.tokenizer import Tokenizer
 from deltagram.models.config import read_config
@@ -56,8 +58,9 @@ def shipped_model() -> Path:
 class LLM:
     """A loaded model.
 
-    model: a checkpoint folder or a hub id; the shipped model if None. device, dtype and further keywords are the settings of
-    engine/settings.py. Raises ValueError, listing every problem, for settings or a checkpoint that cannot be honoured.
+    model: a checkpoint folder or a hub id; the shipped model if None. device, dtype and further keywords are the
+    settings of engine/settings.py. Raises ValueError, listing every problem, for settings or a checkpoint that cannot
+    be honoured.
     `progress` is called with the bytes of each piece of the weights that was read.
     """
 
@@ -72,110 +75,126 @@ class LLM:
     ) -> None:
         asked = parse({"device": device, "dtype": dtype} | settings)
         folder = shipped_model() if model is None else resolve_model(model)
+        self.folder = folder
         self.config = read_config(folder)
         self.settings = resolve(asked, self.config)
-        self.tokenizer = Tokenizer.load(folder)
+        self.tokenizer = Tokenizer.load(folder, model_vocab_size=self.config.vocab_size)
         loaded, checkpoint = load_model(
             folder, self.config, self.settings.max_context, self.settings.device, self.settings.dtype, progress
         )
         self.notes = (*self.config.notes, *checkpoint.notes)
         self.engine = Engine(loaded, self.settings, self.tokenizer)
+        self._inboxes: dict[int, deque[Delta]] = {}  # by request id: what steps brought and nobody took yet
 
     @property
     def stats(self) -> Stats:
         """Counts since the model was loaded."""
         return self.engine.stats
 
-    def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
-    ) -> list[Completion]:
-        """Complete each prompt, a text or a list of token ids; all of them share steps. Results are in the prompts' order."""
-        params = params or SamplingParams()
-        encoded = [self._encode(prompt) for prompt in _as_list(prompts)]
-        requests = self._add([(prompt, params) for prompt in encoded])
-        gathered: dict[int, list[Delta]] = {request.id: [] for group in requests for request in group}
-        try:
-            while self.engine.has_work:
-                for delta in self.engine.step():
-                    gathered[delta.request.id].append(_checked(delta))
-        finally:
-            self._abort(requests)
+    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> list[Completion]:
+        """Complete each prompt, a text or a list of token ids; all of them share steps. Results are in order.
+
+        Raises ValueError if one of them is refused; nothing is run then. RuntimeError if a step fails.
+        """
+        params = _params(params)
+        groups = [self._requests(prompt, params) for prompt in _as_list(prompts)]
+        gathered: dict[int, list[Delta]] = {request.id: [] for group in groups for request in group}
+        with closing(self._run([request for group in groups for request in group])) as deltas:
+            for delta in deltas:
+                gathered[delta.request.id].append(delta)
         return [
-            Completion(prompt, tuple(_output(request, gathered[request.id]) for request in group))
-            for prompt, group in zip(encoded, requests, strict=True)
+            Completion(group[0].prompt, tuple(_output(request, gathered[request.id]) for request in group))
+            for group in groups
         ]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
-        """Complete one prompt, yielding what each step adds. Closing the iterator aborts the request.
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Chunk, None, None]:
+        """Complete one prompt, yielding what each step adds. It starts with the first chunk asked for; closing the
+        iterator aborts it. Several streams may be read in turns: they share steps.
 
-        Raises ValueError for `n` above 1.
+        Raises ValueError for a prompt that is refused and for `n` above 1.
         """
-        params = params or SamplingParams()
+        params = _params(params)
         if params.n != 1:
             raise ValueError(f"a stream has one sequence: n must be 1, got {params.n}")
-        encoded = self._encode(prompt)
-        return self._stream(encoded, params)
+        return self._stream(*self._requests(prompt, params))
 
-    def _stream(self, prompt: tuple[int, ...], params: SamplingParams) -> Iterator[Chunk]:
-        requests = self._add([(prompt, params)])
-        try:
-            while self.engine.has_work:
-                for delta in self.engine.step():
-                    _checked(delta)
-                    yield Chunk(delta.text, delta.token_ids, delta.finish_reason and str(delta.finish_reason))
-        finally:
-            self._abort(requests)
+    def _stream(self, request: Request) -> Generator[Chunk, None, None]:
+        with closing(self._run([request])) as deltas:
+            for delta in deltas:
+                yield Chunk(delta.text, delta.token_ids, delta.finish_reason and str(delta.finish_reason))
 
     def prompt_logits(self, token_ids: Sequence[int]) -> Tensor:
         """The model's logits after each of `token_ids`, float32 [T, vocab] on the CPU: what parity is checked with."""
         params = SamplingParams(max_tokens=1, temperature=0.0)
-        request = self.engine.add_request(token_ids, params, seed=0, wants_prompt_logits=True)
-        try:
-            while self.engine.has_work:
-                for delta in self.engine.step():
-                    _checked(delta)
-        finally:
-            self.engine.abort(request)
+        request = self.engine.make_request(self._encode(token_ids), params, seed=0, wants_prompt_logits=True)
+        with closing(self._run([request])) as deltas:
+            for _ in deltas:
+                pass
         return torch.cat(request.prompt_logits)
 
-    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+    def _requests(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
+        encoded = self._encode(prompt)
+        return [self.engine.make_request(encoded, params, seed) for seed in params.seeds()]
+
+    def _encode(self, prompt: Prompt) -> Sequence[int]:
         if isinstance(prompt, str):
             if not prompt:
                 raise ValueError("the prompt is empty: expected at least one character")
-            return tuple(self.tokenizer.encode(prompt))
-        return tuple(prompt)
+            return self.tokenizer.encode(prompt)
+        if not _is_sequence(prompt):
+            raise ValueError(f"a prompt must be a text or a list of token ids, got {prompt!r:.200}")
+        return prompt
 
-    def _add(self, wanted: Sequence[tuple[tuple[int, ...], SamplingParams]]) -> list[list[Request]]:
-        """Queue all or, if one is refused, none."""
-        requests: list[list[Request]] = []
+    def _run(self, requests: Sequence[Request]) -> Generator[Delta, None, None]:
+        """Run new requests to their ends, yielding what steps bring them. Closing it aborts those that are left.
+
+        Each step runs all that the engine has: what it brings to others' requests waits in their inboxes.
+        """
+        inboxes: dict[int, deque[Delta]] = {request.id: deque() for request in requests}
+        self._inboxes |= inboxes
         try:
-            for prompt, params in wanted:
-                requests.append([])
-                for seed in params.seeds():
-                    requests[-1].append(self.engine.add_request(prompt, params, seed))
-        except ValueError:
-            self._abort(requests)
-            raise
-        return requests
-
-    def _abort(self, requests: list[list[Request]]) -> None:
-        for group in requests:
-            for request in group:
+            for request in requests:
+                self.engine.add(request)
+            while True:
+                for inbox in inboxes.values():
+                    while inbox:
+                        yield _checked(inbox.popleft())
+                if all(request.status is Status.FINISHED for request in requests):
+                    return
+                for delta in self.engine.step():
+                    self._inboxes[delta.request.id].append(delta)
+        finally:
+            for request in requests:
                 self.engine.abort(request)
+                del self._inboxes[request.id]
+
+
+def _params(params: SamplingParams | None) -> SamplingParams:
+    if params is not None and not isinstance(params, SamplingParams):
+        raise ValueError(f"params must be a SamplingParams or None, got {params!r:.200}")
+    return params or SamplingParams()
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    listed = list(prompts)
-    if listed and all(isinstance(item, int) for item in listed):
-        return [listed]  # type: ignore[list-item]  # one prompt of token ids
-    return listed  # type: ignore[return-value]
+    if not _is_sequence(prompts) or not prompts:
+        raise ValueError(f"prompts must be a text, a list of token ids, or a list of these, got {prompts!r:.200}")
+    nested = [isinstance(item, Sequence) for item in prompts]
+    if any(nested) and not all(nested):
+        raise ValueError(f"a list must hold token ids or prompts, not both, got {prompts!r:.200}")
+    return list(prompts) if all(nested) else [prompts]  # type: ignore[list-item, arg-type]
+
+
+def _is_sequence(value: object) -> bool:
+    """bytes are a sequence of integers too, but nobody means token ids by them."""
+    return isinstance(value, Sequence) and not isinstance(value, bytes | bytearray)
 
 
 def _checked(delta: Delta) -> Delta:
-    if delta.finish_reason is FinishReason.ERROR:
-        raise RuntimeError(f"the step that ran this request failed: {delta.error}")
+    if delta.error is not None:
+        error = f"{type(delta.error).__name__}: {delta.error}"
+        raise RuntimeError(f"the step that ran this request failed: {error}") from delta.error
     return delta
 
 

@@ -1,4 +1,4 @@
-"""The models against transformers, in fp32 on the CPU: logits after every prompt length, greedy tokens, rotary variants."""
+"""The models against transformers, fp32 on the CPU: logits of every prompt length, greedy tokens, rotary variants."""
 
 import json
 from collections.abc import Iterator

@@ -1,6 +1,7 @@
 """The engine: requests in, steps run, text out."""
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,14 +33,14 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a step added to one request. `error` says why, when `finish_reason` is ERROR."""
+    """What a step added to one request. `error` is what the step raised, when `finish_reason` is ERROR."""
 
     request: Request
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
-    error: str | None = None
+    error: Exception | None = None
 
 
 @dataclass(slots=True)
@@ -55,7 +56,7 @@ class Stats:
     peak_pages: int = 0
     num_pages: int = 0
     num_steps: int = 0
-    steps: list[dict[str, Any]] = field(default_factory=list)
+    steps: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_RECORDS))
 
 
 MAX_RECORDS = 100_000
@@ -80,7 +81,7 @@ class Engine:
         num_pages = num_pages or pages_that_fit(model, settings)
         slots, pages = SlotPool(settings.max_num_sequences), PagePool(num_pages)
         ends = model.config.stop_token_ids + (tokenizer.eos_token_ids if tokenizer else ())
-        self.end_token_ids = tuple(dict.fromkeys(ends))
+        self.end_token_ids = tuple(dict.fromkeys(token for token in ends if token < model.config.vocab_size))
         self.runner = Runner(model, settings, slots, num_pages, self.end_token_ids)
         self.scheduler = Scheduler(slots, pages, page, settings.max_num_tokens, buckets or ExactBuckets())
         self.max_length = min(settings.max_context, num_pages * page)
@@ -88,22 +89,21 @@ class Engine:
         self._next_id = 0
         self._rows_a_token = sum(len(spec.moduli) for spec in getattr(model, "specs", ()))
 
-    def add_request(
+    def make_request(
         self, prompt: Sequence[int], params: SamplingParams, seed: int, wants_prompt_logits: bool = False
     ) -> Request:
-        """Queue one sequence. `seed` is this sequence's own: see SamplingParams.seeds.
+        """A request for one sequence, to be given to `add`. `seed` is this sequence's own: see SamplingParams.seeds.
 
-        Raises ValueError for an empty prompt, one that leaves no room for a token, ids outside the vocabulary, or parameters
-        that do not fit the model; nothing is queued then.
+        Raises ValueError for an empty prompt, one that leaves no room for a token, ids outside the vocabulary, or
+        parameters that do not fit the model.
         """
         vocab = self.model.config.vocab_size
         prompt = tuple(prompt)
         if not prompt:
             raise ValueError("the prompt is empty: expected at least one token")
-        wrong = [token for token in prompt if isinstance(token, bool) or not isinstance(token, int)]
-        wrong = wrong or [token for token in prompt if not 0 <= token < vocab]
-        if wrong:
-            raise ValueError(f"prompt token ids must be integers from 0 to {vocab - 1}, got {wrong[0]!r}")
+        for token in prompt:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
+                raise ValueError(f"prompt token ids must be integers from 0 to {vocab - 1}, got {token!r:.200}")
         if len(prompt) >= self.max_length:
             raise ValueError(
                 f"the prompt has {len(prompt)} tokens; with max_context {self.settings.max_context} and a cache of "
@@ -129,12 +129,23 @@ class Engine:
             wants_prompt_logits=wants_prompt_logits,
         )
         self._next_id += 1
+        return request
+
+    def add(self, request: Request) -> None:
+        """Queue a new request of `make_request`."""
         self.scheduler.add(request)
+
+    def add_request(
+        self, prompt: Sequence[int], params: SamplingParams, seed: int, wants_prompt_logits: bool = False
+    ) -> Request:
+        """`make_request` and `add`."""
+        request = self.make_request(prompt, params, seed, wants_prompt_logits)
+        self.add(request)
         return request
 
     def abort(self, request: Request) -> None:
-        """End a request now and free what it owns; one that has ended is left alone."""
-        if request.status is not Status.FINISHED:
+        """End a request now and free what it owns; one that is not queued, or has ended, is left alone."""
+        if request.status in (Status.WAITING, Status.RUNNING):
             self.scheduler.finish(request, FinishReason.ABORT)
 
     @property
@@ -144,33 +155,37 @@ class Engine:
     def step(self) -> list[Delta]:
         """Run one step and return what it added; an empty list when there was nothing to run, or no token yet.
 
-        A fault on the host ends the step's requests with FinishReason.ERROR; others are not touched.
+        An exception in the step ends its requests with FinishReason.ERROR; others are not touched. An interrupt
+        (ctrl-C) is passed on, and the step's requests are computed anew.
         """
         scheduled = self.scheduler.schedule()
         if scheduled is None:
             return []
+        freed = self.scheduler.take_freed()
         began = time.perf_counter()
+        deltas: list[Delta] = []
         try:
             if self.settings.poison:
-                self.runner.poison_freed(*self.scheduler.take_freed())
+                self.runner.poison_freed(*freed)
             output = self.runner.execute(scheduled)
-        except torch.cuda.OutOfMemoryError as error:
-            return self._fail(scheduled, f"the GPU is out of memory: {error}")
+            self._record(scheduled, time.perf_counter() - began)
+            for i in range(len(output.requests)):
+                deltas.append(self._deliver(output, i))
         except Exception as error:
-            return self._fail(scheduled, f"{type(error).__name__}: {error}")
-        self._record(scheduled, time.perf_counter() - began)
-        return self._deliver(output)
-
-    def _deliver(self, output: StepOutput) -> list[Delta]:
-        deltas = []
-        for i, (request, token) in enumerate(zip(output.requests, output.tokens, strict=True)):
-            request.tokens.append(token)
-            reason, text = self._consume(request, token)
-            if reason is not None:
-                self.scheduler.finish(request, reason)
-            logprobs = (_logprobs(output, i, request.params.logprobs),) if request.params.logprobs is not None else ()
-            deltas.append(Delta(request, text, (token,), logprobs, reason))
+            return deltas + self._fail(scheduled, error)
+        except BaseException:
+            self.scheduler.undo(scheduled)
+            raise
         return deltas
+
+    def _deliver(self, output: StepOutput, i: int) -> Delta:
+        request, token = output.requests[i], output.tokens[i]
+        request.tokens.append(token)
+        reason, text = self._consume(request, token)
+        if reason is not None:
+            self.scheduler.finish(request, reason)
+        logprobs = (_logprobs(output, i, request.params.logprobs),) if request.params.logprobs is not None else ()
+        return Delta(request, text, (token,), logprobs, reason)
 
     def _consume(self, request: Request, token: int) -> tuple[FinishReason | None, str]:
         """Whether the token ends its request, and the text it brings out."""
@@ -186,10 +201,11 @@ class Engine:
             return FinishReason.LENGTH, text + (request.detokenizer.flush() if request.detokenizer else "")
         return None, text
 
-    def _fail(self, scheduled: Scheduled, error: str) -> list[Delta]:
-        for request in scheduled.requests:
+    def _fail(self, scheduled: Scheduled, error: Exception) -> list[Delta]:
+        failed = [request for request in scheduled.requests if request.status is Status.RUNNING]
+        for request in failed:
             self.scheduler.finish(request, FinishReason.ERROR)
-        return [Delta(request, "", (), (), FinishReason.ERROR, error) for request in scheduled.requests]
+        return [Delta(request, "", (), (), FinishReason.ERROR, error) for request in failed]
 
     def _record(self, scheduled: Scheduled, seconds: float) -> None:
         plan, stats = scheduled.plan, self.stats
@@ -202,9 +218,8 @@ class Engine:
         stats.seconds += seconds
         stats.num_steps += 1
         stats.peak_pages = max(stats.peak_pages, self.scheduler.pages.num_pages - self.scheduler.pages.num_free)
-        if len(stats.steps) < MAX_RECORDS:
-            record = {"step": plan.step_id, "ms": seconds * 1e3, "kind": plan.name, "tokens": plan.num_tokens}
-            stats.steps.append(record | {"sequences": len(plan.entries), "bucket": str(plan.bucket)})
+        record = {"step": plan.step_id, "ms": seconds * 1e3, "kind": plan.name, "tokens": plan.num_tokens}
+        stats.steps.append(record | {"sequences": len(plan.entries), "bucket": str(plan.bucket)})
 
 
 def pages_that_fit(model: Model, settings: Resolved) -> int:

@@ -12,7 +12,8 @@ from deltagram.engine.params import SamplingParams
 class Status(enum.Enum):
     """Where a request is in its life."""
 
-    WAITING = "waiting"  # owns nothing; new, or preempted
+    NEW = "new"  # not queued yet
+    WAITING = "waiting"  # owns nothing; queued, or preempted
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -31,8 +32,8 @@ class Request:
     """One sequence being generated.
 
     `tokens` are the prompt's and the output's; `computed` of them have been scheduled. A request is prefilled up to
-    `prefill_target`, its length when it was (re)admitted, and decodes from there: which of the two it does next follows from
-    these alone.
+    `prefill_target`, its length when it was (re)admitted, and decodes from there: which of the two it does next follows
+    from these alone.
     """
 
     id: int
@@ -44,7 +45,7 @@ class Request:
     detokenizer: Detokenizer | None = None
     wants_prompt_logits: bool = False
 
-    status: Status = Status.WAITING
+    status: Status = Status.NEW
     finish_reason: FinishReason | None = None
     tokens: list[int] = field(default_factory=list)
     computed: int = 0

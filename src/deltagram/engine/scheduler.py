@@ -1,8 +1,9 @@
 """Which requests a step runs, and how much of each: continuous batching over mixed steps.
 
-Every running request that decodes gets its token; what is left of the step's tokens goes to prefill chunks, oldest request
-first. A chunk that is not a prompt's last ends on an absolute multiple of 64 tokens. When pages run out, the youngest running
-request gives all it owns back and waits, to be computed anew: so the oldest always gets on, and everything ends.
+Every running request that decodes gets its token; what is left of the step's tokens goes to prefill chunks, oldest
+request first. A chunk that is not a prompt's last ends on an absolute multiple of 64 tokens. When pages run out, the
+youngest running request gives all it owns back and waits, to be computed anew: so the oldest always gets on, and
+everything ends.
 """
 
 from collections import deque
@@ -30,7 +31,8 @@ class Scheduler:
     def __init__(
         self, slots: SlotPool, pages: PagePool, page_size: int, max_num_tokens: int, buckets: ExactBuckets | Ladder
     ) -> None:
-        assert max_num_tokens >= max(CHUNK, slots.num_slots)
+        assert max_num_tokens >= CHUNK - 1 + slots.num_slots, "a chunk must fit beside every other request's token"
+        buckets.fit(max_num_tokens, slots.num_slots, mixed=True)  # refuses a ladder that is too short
         self.slots, self.pages, self.page_size = slots, pages, page_size
         self.max_num_tokens, self.buckets = max_num_tokens, buckets
         self.waiting: deque[Request] = deque()
@@ -46,7 +48,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a new request. It must fit the pages when it runs alone: the engine has checked."""
-        assert self._pages_for(request.max_length) <= self.pages.num_pages
+        assert request.status is Status.NEW and self._pages_for(request.max_length) <= self.pages.num_pages
+        request.status = Status.WAITING
         self.waiting.append(request)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
@@ -65,6 +68,7 @@ class Scheduler:
         self.running.remove(request)
         self._release(request)
         request.status, request.computed = Status.WAITING, 0
+        request.prompt_logits.clear()
         request.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.appendleft(request)
@@ -74,7 +78,6 @@ class Scheduler:
         budget = self.max_num_tokens
         chosen: dict[int, tuple[Request, int]] = {}  # by request id, so that a preempted one drops out
         grants: dict[int, list[PageGrant]] = {}
-        preempted_before = self.num_preemptions
 
         def run(request: Request, size: int) -> int:
             """Make room for the request's next `size` tokens and choose it; the tokens taken from the budget."""
@@ -91,11 +94,12 @@ class Scheduler:
                 size = self._chunk(request, request.prefill_target, budget)
                 budget -= run(request, size) if size else 0
         admitted = []
-        while self.waiting and self.slots.num_free and self.num_preemptions == preempted_before:
+        while self.waiting and self.slots.num_free:
             request = self.waiting[0]
             size = self._chunk(request, len(request.tokens), budget)
-            crowded = self.running and self._pages_for(len(request.tokens) + 1) > self.pages.num_free
-            if not size or crowded:  # a crowded pool would push it out again, or others for it
+            owed = sum(self._pages_for(len(other.tokens) + 1) - len(other.pages) for other in self.running)
+            crowded = self.running and self._pages_for(len(request.tokens) + 1) > self.pages.num_free - owed
+            if not size or crowded:  # others would soon push it out of a crowded pool; it may be one just pushed out
                 break
             self.waiting.popleft()
             self._admit(request)
@@ -116,6 +120,12 @@ class Scheduler:
         plan = StepPlan(self._next_step, bucket, entries, granted)
         self._next_step += 1
         return Scheduled(plan, requests, admitted)
+
+    def undo(self, scheduled: Scheduled) -> None:
+        """Of a step that was broken off, nothing counts as computed: its requests are computed anew."""
+        for request in reversed(self.running.copy()):  # the youngest first, so that the oldest is first in line
+            if request in scheduled.requests:
+                self.preempt(request)
 
     def take_freed(self) -> tuple[list[int], list[int]]:
         """Slots and pages freed since the last call."""
@@ -154,7 +164,8 @@ class Scheduler:
         chosen: dict[int, tuple[Request, int]],
         grants: dict[int, list[PageGrant]],
     ) -> bool:
-        """Pages for the request's first `num_tokens`, taken from the youngest requests if need be; False if it lost its own."""
+        """Pages for the request's first `num_tokens`, taken from the youngest requests if need be; False if it lost
+        its own."""
         while self._pages_for(num_tokens) - len(request.pages) > self.pages.num_free:
             youngest = self.running[-1]
             chosen.pop(youngest.id, None)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from deltagram.models.config import ModelConfig
+from deltagram.step.plan import CHUNK
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -18,7 +19,7 @@ class Settings:
     dtype: what the model computes in: "auto" (float32 on a CPU, bfloat16 on a GPU), "float32" or "bfloat16".
     max_context: tokens a request may reach, prompt and output together; the model's own limit if None.
     max_num_sequences: requests that run at once; others wait.
-    max_num_tokens: tokens of the largest step; longer prompts are run in chunks.
+    max_num_tokens: tokens of the largest step, at least 63 + max_num_sequences; longer prompts are run in chunks.
     cache_bytes: memory for keys, values and index keys; 1 GiB on a CPU and 60 % of what is free on a GPU if None.
     poison: fill free slots and pages with NaN, to show that no result depends on them. Slow; for tests.
     """
@@ -55,7 +56,10 @@ def parse(values: dict[str, Any]) -> Settings:
 
 
 def resolve(settings: Settings, config: ModelConfig) -> Resolved:
-    """Make every choice that is left open. Raises ValueError listing every setting that this model or machine cannot honour."""
+    """Make every choice that is left open.
+
+    Raises ValueError listing every setting that this model or machine cannot honour.
+    """
     problems: list[str] = []
 
     def positive(name: str, optional: bool = False) -> bool:
@@ -68,18 +72,21 @@ def resolve(settings: Settings, config: ModelConfig) -> Resolved:
     device = _device(settings.device, problems)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     if settings.dtype != "auto":
-        if settings.dtype in _DTYPES:
+        if isinstance(settings.dtype, str) and settings.dtype in _DTYPES:
             dtype = _DTYPES[settings.dtype]
         else:
             problems.append(f"dtype must be auto, {' or '.join(_DTYPES)}, got {settings.dtype!r}")
     limit = config.max_position_embeddings
     if positive("max_context", optional=True) and settings.max_context is not None and settings.max_context > limit:
         problems.append(f"max_context must be at most the model's {limit} positions, got {settings.max_context}")
+    if settings.max_context == 1:
+        problems.append("max_context must be at least 2, a token to read and one to write, got 1")
     sizes = positive("max_num_sequences"), positive("max_num_tokens")
-    if all(sizes) and settings.max_num_tokens < max(64, settings.max_num_sequences):
+    least = CHUNK - 1 + settings.max_num_sequences if all(sizes) else 0
+    if all(sizes) and settings.max_num_tokens < least:
         problems.append(
-            "max_num_tokens must be at least 64 (a prefill chunk) and at least max_num_sequences "
-            f"({settings.max_num_sequences}: every running request takes a token a step), got {settings.max_num_tokens}"
+            f"max_num_tokens must be at least {least}, a prefill chunk of {CHUNK} beside a token for each other of the "
+            f"{settings.max_num_sequences} requests of max_num_sequences, got {settings.max_num_tokens}"
         )
     positive("cache_bytes", optional=True)
     if not isinstance(settings.poison, bool):

@@ -134,7 +134,7 @@ def prepare(packed: Tensor, bucket: Bucket, history: TokenHistory, page_table: T
     start = torch.where(kind == Kind.PREFILL, view["prefill_start"], history.lengths[sequence_row] - 1)
     start = torch.where(real, start, 0).int()
     length = torch.where(real, start + new, 0).int()
-    pending = torch.where(kind <= Kind.VERIFY, history.committed[sequence_row] - 1, 0).clamp_(min=0)
+    pending = torch.where(kind <= Kind.VERIFY, history.committed[sequence_row] - 1, 0)
 
     ticks = torch.arange(bucket.tokens, dtype=torch.int32, device=device)
     valid = ticks < view["counts"][0]

@@ -1,0 +1,91 @@
+"""What a plan refuses, what its digest covers, and that a bucket has room for every plan it may hold."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltagram.step.buckets import ExactBuckets, Ladder
+from deltagram.step.plan import Bucket, Entry, Kind, PageGrant, StepPlan
+from deltagram.step.sequences import max_grants, pack
+
+DECODE = Entry(row=0, generation=1, slot=0, kind=Kind.DECODE, num_new=1, start=7)
+PREFILL = Entry(row=1, generation=1, slot=1, kind=Kind.PREFILL, num_new=64, start=64, is_last_chunk=False)
+PLAN = StepPlan(3, Bucket(80, 2, mixed=True), (DECODE, PREFILL), (PageGrant(row=1, index=1, page=5),))
+
+
+def test_a_sequence_samples_unless_its_prefill_goes_on() -> None:
+    assert DECODE.samples and not PREFILL.samples and replace(PREFILL, is_last_chunk=True).samples
+    assert (PLAN.num_tokens, PLAN.name) == (65, "mixed")
+    assert replace(PLAN, entries=(DECODE,)).name == "decode" and replace(PLAN, entries=(PREFILL,)).name == "prefill"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"entries": (PREFILL, DECODE)}, "ordered"),
+        ({"entries": (DECODE, replace(PREFILL, row=0))}, "one entry"),
+        ({"entries": (replace(DECODE, kind=Kind.PAD),)}, "padding is the bucket's"),
+        ({"bucket": Bucket(80, 2, mixed=False)}, "runs no prefill"),
+        ({"bucket": Bucket(64, 2, mixed=True)}, None),
+        ({"bucket": Bucket(80, 1, mixed=True)}, None),
+        ({"entries": (replace(DECODE, num_new=0),)}, None),
+        ({"entries": (replace(DECODE, start=-1),)}, None),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(changes: dict, reason: str | None) -> None:  # type: ignore[type-arg]
+    with pytest.raises(AssertionError, match=reason):
+        replace(PLAN, **changes)
+
+
+def test_the_digest_covers_every_field() -> None:
+    same = StepPlan(3, Bucket(80, 2, mixed=True), (replace(DECODE), replace(PREFILL)), (PageGrant(1, 1, 5),))
+    assert same.digest() == PLAN.digest()
+    others = [replace(PLAN, step_id=4), replace(PLAN, bucket=Bucket(81, 2, True)), replace(PLAN, grants=())]
+    for field, value in (("row", 2), ("generation", 2), ("slot", 2), ("start", 8), ("num_draft", 1)):
+        others.append(replace(PLAN, entries=(replace(DECODE, **{field: value}), PREFILL)))
+    others.append(replace(PLAN, entries=(DECODE, replace(PREFILL, is_last_chunk=True))))
+    others.append(replace(PLAN, entries=(DECODE, replace(PREFILL, num_new=63))))
+    others.append(replace(PLAN, entries=(replace(DECODE, kind=Kind.VERIFY), PREFILL)))
+    digests = {plan.digest() for plan in others}
+    assert len(digests) == len(others) and PLAN.digest() not in digests
+
+
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=8), st.integers(0, 3), st.integers(0, 100), st.integers(0, 4))
+def test_every_plan_of_a_bucket_fits_its_chunks_and_grants(
+    prefills: list[int], decodes: int, spare_tokens: int, spare_sequences: int
+) -> None:
+    """The worst case of pages: each sequence begins a page with its first token."""
+    bucket = Bucket(sum(prefills) + decodes + spare_tokens, len(prefills) + decodes + spare_sequences, mixed=True)
+    sizes = [1] * decodes + prefills
+    kinds = [Kind.DECODE] * decodes + [Kind.PREFILL] * len(prefills)
+    entries = tuple(Entry(i, 1, i, kind, size, 64) for i, (kind, size) in enumerate(zip(kinds, sizes, strict=True)))
+    grants = tuple(PageGrant(i, 1 + j, 0) for i, size in enumerate(sizes) for j in range(-(-size // 64)))
+    assert len(grants) <= max_grants(bucket, 64)
+    needed = sum(-(-size // 64) for size in prefills)
+    assert needed <= bucket.chunks
+    pack(StepPlan(0, bucket, entries, grants), 64, pad_row=99, pad_slot=99)  # would not fit the buffer
+
+
+def test_the_bound_on_chunks_is_reached() -> None:
+    assert Bucket(66, 2, mixed=True).chunks == 3  # 65 + 1
+    assert Bucket(3, 8, mixed=True).chunks == 3 and Bucket(8, 8, mixed=False).chunks == 0
+
+
+def test_buckets() -> None:
+    assert ExactBuckets().fit(5, 2, mixed=True) == Bucket(5, 2, True)
+    ladder = Ladder(tokens=(1, 4, 64), sequences=(2, 8))
+    assert ladder.fit(1, 1, mixed=False) == Bucket(1, 2, False)
+    assert ladder.fit(5, 3, mixed=True) == Bucket(64, 8, True)
+    assert str(ladder.fit(64, 8, True)) == "64x8m" and str(ladder.fit(4, 2, False)) == "4x2t"
+    with pytest.raises(ValueError, match="a step of 65 tokens is larger than the largest bucket, 64"):
+        ladder.fit(65, 1, mixed=True)
+    with pytest.raises(ValueError, match="a step of 9 sequences"):
+        ladder.fit(9, 9, mixed=False)
+
+
+@pytest.mark.parametrize("tokens", [(), (0, 4), (4, 4), (8, 4)])
+def test_a_ladder_that_does_not_rise_is_refused(tokens: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="a ladder's tokens must be increasing and positive"):
+        Ladder(tokens, (1,))
