@@ -13,7 +13,7 @@ from pathlib import Path
 from environment import save
 
 from deltagram.experiments.compare import compare
-from deltagram.experiments.plan import parse_plan
+from deltagram.experiments.read_plan import parse_plan
 from deltagram.experiments.records import floors, unfinished
 
 PLAN = Path(__file__).parents[1] / "docs" / "examples" / "decode-aa.toml"

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from deltagram.experiments import compare as module
-from deltagram.experiments import records
+from deltagram.experiments import conclude, records
 from deltagram.experiments.compare import Vetoed, compare
 from deltagram.experiments.environment import start_time
-from deltagram.experiments.plan import load_plan
+from deltagram.experiments.read_plan import load_plan
 from deltagram.experiments.records import Record
 
 SLOW, FAST = "write(10.0)", "write(8.0)"
@@ -29,7 +28,7 @@ class Silent:
 
     def launched(self, launch): ...
 
-    def looked(self, blocks, results): ...
+    def looked(self, blocks, planned, results): ...
 
 
 def run(plan: Path, **how):
@@ -260,7 +259,7 @@ def test_a_disk_that_fills_is_a_state_and_can_be_gone_on_from(make_plan, monkeyp
         real(path, data)
 
     with monkeypatch.context() as patch:
-        for place in (records, module):
+        for place in (records, conclude):
             patch.setattr(place, "write_bytes", full)
         first = run(plan)
     assert first.record.state["state"] == "disk-full" and "No space left" in first.record.state["reason"]

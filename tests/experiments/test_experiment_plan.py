@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from deltagram.experiments.plan import ORDERS, fill, load_plan, parse_plan
+from deltagram.experiments.plan import ORDERS, fill
+from deltagram.experiments.read_plan import load_plan, parse_plan
 
 GOOD = """
 name = "kernels"

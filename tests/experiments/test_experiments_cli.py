@@ -126,3 +126,15 @@ def test_bench_serve_prints_and_saves(tmp_path):
     assert len((tmp_path / "s" / "requests.jsonl").read_text().splitlines()) == 12
     gone = runner.invoke(app, ["bench", "serve", "--url", "http://127.0.0.1:9", "--sessions", "1"])
     assert gone.exit_code == 1 and "does not list its models" in gone.stderr
+
+
+def test_an_open_look_says_what_the_blocks_left_can_do(make_plan):
+    body = "write(10.0 * random.Random(os.getpid()).gauss(1, 0.03))"
+    plan = make_plan(body, body, "blocks = 4\nlooks = [2, 4]\nmargin = 0.0001")
+    done = runner.invoke(app, ["compare", str(plan), "--out", str(plan.parent / "records")])
+    assert done.exit_code == 0, done.output
+    assert re.search(r"look at 2 blocks, all: unresolved", done.stderr)
+    assert re.search(
+        r"with this spread, 4 blocks should resolve ±\d+\.\d+ % and find \d+\.\d+ % four times", done.stderr
+    )
+    assert re.search(r"all: unresolved, resolution ±", done.stdout)

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from deltagram.experiments.compare import compare
-from deltagram.experiments.plan import load_plan
+from deltagram.experiments.read_plan import load_plan
 
 PLAN = """
 name = "other"
@@ -41,7 +41,7 @@ class Silent:
 
     def launched(self, launch): ...
 
-    def looked(self, blocks, results): ...
+    def looked(self, blocks, planned, results): ...
 
 
 def test_load_works_against_it_unchanged(tmp_path):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from deltagram.experiments.charts import Scale, percent, plain
-from deltagram.experiments.compare import conclude
-from deltagram.experiments.plan import parse_plan
+from deltagram.experiments.conclude import conclude
+from deltagram.experiments.read_plan import parse_plan
 from deltagram.experiments.records import create
 
 PLAN = """

@@ -16,7 +16,7 @@ from rich.table import Table as RichTable
 from deltagram.experiments.fields import Table
 from deltagram.experiments.load import LoadResult, read_load
 from deltagram.experiments.measure import save_load
-from deltagram.experiments.plan import read_manifest
+from deltagram.experiments.read_plan import read_manifest
 from deltagram.experiments.records import finite, write_bytes
 
 bench = typer.Typer(no_args_is_help=True, help="Load a server and time what it does.")

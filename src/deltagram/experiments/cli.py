@@ -11,13 +11,14 @@ from rich.table import Table as RichTable
 
 from deltagram.experiments.bench import FAILED, INTERRUPTED, REFUSED, bench, say
 from deltagram.experiments.charts import percent
-from deltagram.experiments.compare import Vetoed, cell_row
+from deltagram.experiments.compare import Vetoed
 from deltagram.experiments.compare import compare as run_compare
-from deltagram.experiments.plan import load_plan
+from deltagram.experiments.conclude import cell_row
+from deltagram.experiments.read_plan import load_plan
 from deltagram.experiments.records import finite
-from deltagram.experiments.report import bound, headline, level, plain_bound
 from deltagram.experiments.stats import PairedResult, paired_tests
 from deltagram.experiments.tables import read_blocks
+from deltagram.experiments.words import bound, headline, level, plain_bound
 
 app = typer.Typer(no_args_is_help=True, help="Speed claims as experiments.")
 app.add_typer(bench, name="bench")
@@ -126,14 +127,16 @@ class _Lines:
         else:
             say(self.console, f"        thrown out, {launch['state']}: {launch['reason']}", "yellow")
 
-    def looked(self, blocks: int, results: Mapping[str, PairedResult]) -> None:
+    def looked(self, blocks: int, planned: int, results: Mapping[str, PairedResult]) -> None:
         for name, result in results.items():
-            low, high = result.interval
-            say(
-                self.console,
-                f"look at {blocks} blocks, {name}: {result.verdict}, {percent(low)} to {percent(high)}",
-                "bold",
-            )
+            low, high = (bound(end) for end in result.interval)
+            say(self.console, f"look at {blocks} blocks, {name}: {result.verdict}, {low} to {high}", "bold")
+            if result.verdict == "unresolved" and blocks < planned:
+                ahead = cell_row(result, planned)
+                resolution = plain_bound(ahead["resolution_at_the_planned_blocks"])
+                found = plain_bound(ahead["detectable_at_the_planned_blocks"])
+                text = f"{planned} blocks should resolve ±{resolution} and find {found} four times in five"
+                say(self.console, f"        with this spread, {text}")
 
 
 def _clock(seconds: float) -> str:

@@ -9,8 +9,19 @@ from typing import Any
 from scipy.stats import t as student
 
 from deltagram.experiments.charts import block_plot, interval_plot, launch_plot, percent, plain
-from deltagram.experiments.plan import Arm, Cell, Plan
+from deltagram.experiments.plan import Cell, Plan
 from deltagram.experiments.stats import fraction
+from deltagram.experiments.words import (
+    arm_words,
+    bound,
+    duration,
+    headline,
+    level,
+    number_name,
+    p_value,
+    plain_bound,
+    short,
+)
 
 STYLE = Path(__file__).with_name("report.css").read_text()
 
@@ -42,55 +53,6 @@ def report(
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>{''.join(body)}</main></body></html>\n"
     )
-
-
-def headline(plan: Plan, result: Mapping[str, Any]) -> tuple[str, str, str]:
-    """(tone, the verdict in a few words, what stands behind it)."""
-    cells, aa = result["cells"], result["aa"]
-    words = [cell["verdict"] for cell in cells.values()]
-    blocks = (
-        f"{result['looked_at']} of {plan.design.blocks} blocks, {4 * (result['looked_at'] or 0) * len(cells)} launches"
-    )
-    if "unfinished" in words:
-        return (
-            "unfinished",
-            "No verdict yet",
-            f"{result['state']} after {result['blocks']} of {plan.design.blocks} blocks",
-        )
-    if len(words) > 1:
-        found = []
-        for word in ("faster", "slower", "equivalent", "unresolved"):
-            names = [name for name, cell in cells.items() if cell["verdict"] == word]
-            where = " and ".join(names) if len(names) < 3 else f"{len(names)} cells"
-            found += [f"{word} in {where}"] if names else []
-        tone = words[0] if len(set(words)) == 1 else "mixed"
-        return tone, f"{'A against itself' if aa else 'B'}: " + ", ".join(found), f"{len(words)} cells, {blocks}"
-    (cell,) = cells.values()
-    word, (low, high) = cell["verdict"], cell["interval"]
-    interval = f"{level(cell)} interval {bound(low)} to {bound(high)}"
-    if aa:
-        word_of = {"equivalent": "A/A: no difference, as it should be", "unresolved": "A/A: no difference found"}
-        text = word_of.get(word, f"A/A: arm A came out {word} than itself")
-        return word, text, f"floor ±{plain_bound(cell['resolution'])}; {interval}; {blocks}"
-    if word in ("faster", "slower"):
-        note = ", less than the margin" if cell["below_margin"] else ""
-        return word, f"B is {plain(cell['speedup'])} {word}{note}", f"{interval}; {blocks}"
-    if word == "equivalent":
-        return word, f"Equivalent within ±{plain(result['margin'])}", f"{interval}; {blocks}"
-    return word, "Unresolved", f"resolution reached ±{plain_bound(cell['resolution'])}; {interval}; {blocks}"
-
-
-def level(cell: Mapping[str, Any]) -> str:
-    return f"{cell['level'] * 100:.4g} %"
-
-
-def bound(value: float | None) -> str:
-    """An end of an interval; an early look may have none."""
-    return "unbounded" if value is None or value > 10.0 else percent(value)
-
-
-def plain_bound(value: float | None) -> str:
-    return "∞" if value is None or value > 10.0 else plain(value)
 
 
 def _section(title: str, *parts: str, kind: str = "") -> str:
@@ -143,8 +105,8 @@ def _cells(plan: Plan, result: Mapping[str, Any]) -> str:
             f'<span class="tone {row["verdict"]}">{row["verdict"]}</span>',
             percent(row["speedup"]),
             f"{bound(row['interval'][0])} to {bound(row['interval'][1])}",
-            _p(row["p_value"]),
-            _p(row["sign_flip_p_value"]),
+            p_value(row["p_value"]),
+            p_value(row["sign_flip_p_value"]),
         )
         for row in rows
     ]
@@ -164,9 +126,7 @@ def _to_resolve(plan: Plan, cell: Cell, row: Mapping[str, Any], ok: Sequence[Map
         (row["blocks_to_show_a_difference"], f"show a difference of {plain(row['speedup'])}"),
         (row["blocks_to_show_equivalence"], f"show equivalence within ±{plain(margin)}"),
     ):
-        parts.append(
-            f"<li><b>{blocks} blocks</b> to {what}: about {_duration(blocks * seconds)}</li>" if blocks else ""
-        )
+        parts.append(f"<li><b>{blocks} blocks</b> to {what}: about {duration(blocks * seconds)}</li>" if blocks else "")
     sd = log(1.0 + margin) * sqrt(planned) / float(student.isf((1.0 - row["level"]) / 2.0, planned - 1))
     return _section(
         f"What would resolve it{_of(plan, cell)}",
@@ -204,7 +164,7 @@ def _launches(plan: Plan, cell: Cell, ok: Sequence[Mapping[str, Any]]) -> str:
             str(launch["block"] + 1),
             f'<span class="letter arm-{launch["arm"]}">{launch["arm"]}</span>',
             f"{launch['number']:.5g}",
-            *(_short(launch["beside"].get(name)) for name in names),
+            *(short(launch["beside"].get(name)) for name in names),
         )
         for launch in ok
     ]
@@ -316,35 +276,3 @@ def _rules(plan: Plan, launches: Sequence[Mapping[str, Any]]) -> str:
 
 def _of(plan: Plan, cell: Cell) -> str:
     return f": {cell.name}" if len(plan.cells) > 1 else ""
-
-
-def number_name(cell: Cell) -> str:
-    """What the one number of a launch is."""
-    measure = cell.measure
-    if measure.kind == "step":
-        kind = "" if measure.steps == "all" else measure.steps + " "
-        return f"median steady {kind}step, ms" + (" per token" if measure.per_token else "")
-    return measure.number.replace("_", " ") if measure.kind == "load" else "number the command printed"
-
-
-def arm_words(arm: Arm) -> str:
-    """What an arm launches, as its plan says it."""
-    at = f" at commit {arm.commit}" if arm.commit else ""
-    if arm.command is not None:
-        return " ".join(arm.command) + at
-    settings = ", ".join(f"{key} = {value!r}" for key, value in arm.settings.items())
-    return f"model {arm.model}" + (f" with {settings}" if settings else "") + at
-
-
-def _p(value: float | None) -> str:
-    return "—" if value is None else f"{value:.3f}" if value >= 0.001 else "< 0.001"
-
-
-def _short(value: Any) -> str:
-    return "—" if value is None else f"{value:.4g}" if isinstance(value, float) else escape(str(value))
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -9,24 +9,24 @@ and is 0 when absent. A line `{"text": ..., "output_tokens": ...}` is a session 
 read as well: `prompt` for `text`, and Mooncake's traces (`timestamp` in ms, `input_length`, `output_length`,
 `hash_ids`: ids of 512-token pieces, equal ids for equal text).
 
-Text is made from SHA-256, never from `hash()`, which gives every process other prompts. A word of it is about one token
+Text is made by SHAKE-256, never from `hash()`, which gives every process other prompts. A word of it is about one token
 in most tokenizers; the server's own count is what the results report.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 MOONCAKE_PIECE = 512  # tokens per hash id
 _WORDS = (
-    "time year people way day man thing woman life child world school state family student group country problem hand "
-    "part place case week company system program question work number night point home water room mother area money "
-    "story fact month lot right study book eye job word business issue side kind head house service friend father "
-    "power hour game line end member law car city"
+    "time year people way day man thing woman life child world school state family student group country "
+    "problem hand part place case week company system program question work number night point home water "
+    "room mother area money story fact month lot right study book eye job word business issue side kind head "
+    "house service friend father power hour game line end member law car"
 ).split()
+_BYTE_WORDS = [_WORDS[byte % len(_WORDS)] for byte in range(256)]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Manifest:
 
 def words(count: int, key: str) -> str:
     """`count` words that are a function of `key` alone."""
-    return " ".join(word for _, word in zip(range(count), _stream(key), strict=False))
+    return " ".join(map(_BYTE_WORDS.__getitem__, hashlib.shake_256(key.encode()).digest(count)))
 
 
 def synthetic(
@@ -148,11 +148,3 @@ def _mooncake_text(row: dict[str, Any]) -> str:
     pieces = [words(MOONCAKE_PIECE, f"mooncake/{piece}") for piece in row.get("hash_ids") or []]
     pieces.append(words(length, f"mooncake/{row['timestamp']}/{length}/{row['output_length']}"))
     return " ".join(" ".join(pieces).split()[:length])
-
-
-def _stream(key: str) -> Iterator[str]:
-    counter = 0
-    while True:
-        for byte in hashlib.sha256(f"{key}/{counter}".encode()).digest():
-            yield _WORDS[byte % len(_WORDS)]
-        counter += 1
