@@ -153,14 +153,18 @@ def _measure(
         deadline = time.monotonic() + measure.timeout_s
     if measure.kind == "load":
         assert ready_url is not None and cell.manifest is not None
+        dead = "while it was measured"
         try:
-            return measure_load(ready_url, cell, folder)
+            measured = measure_load(ready_url, cell, folder)
         except TimeoutError:
             raise LaunchError("hung", f"the load did not finish within {measure.timeout_s:g} s") from None
         except Garbage:
             if served.process.poll() is not None:
-                raise LaunchError("died", _ending(served, "while it was measured")) from None
+                raise LaunchError("died", _ending(served, dead)) from None
             raise
+        if served.process.poll() is not None:
+            raise LaunchError("died", _ending(served, dead))
+        return measured
     runs = served
     if measure.command is not None:
         runs = start(fill(measure.command, values), "measure")
