@@ -98,18 +98,22 @@ def test_duplicates_are_read_once(tmp_path):
 
 
 def test_reads_are_many_at_a_time(tmp_path, monkeypatch):
-    """Eight readers must be inside a read at once, or the barrier breaks and the lookup fails."""
-    store, together, read = made("disk", FORMATS["bf16"], tmp_path), threading.Barrier(8), os.preadv
-    monkeypatch.setattr(disk, "_JOB", 1)
-    calls = itertools.count()
+    """Four threads must be reading at once, or the barrier breaks; and each has asked for all its rows before it
+    waits."""
+    store, together, read = made("disk", FORMATS["bf16"], tmp_path), threading.Barrier(4), os.preadv
+    monkeypatch.setattr(disk, "_JOB", 25)
+    calls, asked, log = itertools.count(), os.posix_fadvise, []
 
     def slow(*arguments):
-        if next(calls) < 8:
+        log.append("read")
+        if next(calls) < 4:
             together.wait(timeout=3)
         return read(*arguments)
 
     monkeypatch.setattr(os, "preadv", slow)
-    store.lookup(torch.arange(16), None)
+    monkeypatch.setattr(os, "posix_fadvise", lambda *a: log.append("ask") or asked(*a))
+    store.lookup(torch.arange(100), None)
+    assert (log.count("ask"), log.count("read")) == (100, 100) and log[:25] == ["ask"] * 25
 
 
 def test_disk_memory_is_bounded(tmp_path, monkeypatch):
@@ -187,9 +191,9 @@ def test_a_dead_or_stuck_reader_is_an_error_within_five_seconds(tmp_path, monkey
     with pytest.raises(HelperError, match="has died"):  # and it stays broken, rather than slow
         store.lookup(torch.arange(5), None)
     assert time.monotonic() - begin < 2
+    monkeypatch.setattr(helpers, "PATIENCE", 0.5)
     stuck, release = made("disk", FORMATS["bf16"], tmp_path), threading.Event()
     monkeypatch.setattr(os, "preadv", lambda *_: release.wait())
-    monkeypatch.setattr(helpers, "PATIENCE", 0.5)
     with pytest.raises(HelperError, match=r"no helper thread finished anything for 0.5 s; 1 of 1"):
         stuck.lookup(torch.arange(5), None)
     release.set()

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from deltagram.kernels._triton import Build, Impl, choose, jit, power_of_two, tl
 
-_TOKENS, _WARPS = 8, 1  # a program's
+_TOKENS, _WARPS = 8, 2  # a program's
 
 
 def ngram_hash(
@@ -155,23 +155,24 @@ def _kernel(  # type: ignore[no-untyped-def]
     missing = pos < 0
     mixed = tl.zeros((TOKENS, COLUMNS_PADDED), tl.int64)
     for s in tl.static_range(ORDER):
+        # Loads do not wait for what earlier lookbacks turn out to be: their latencies overlap.
+        inside_text = real & (pos >= s)
+        token = tl.load(history + base + pos - s, mask=inside_text, other=0)
         missing = missing | (pos < s)
-        reads = real & (missing == 0)
-        token = tl.load(history + base + pos - s, mask=reads, other=0)
         if s > 0:
             missing = missing | (token == end_of_sequence)
         if HAS_DEAD:
-            missing = missing | (tl.load(dead + base + pos - s, mask=reads, other=0) != 0)
+            missing = missing | (tl.load(dead + base + pos - s, mask=inside_text, other=0) != 0)
         if HAS_MAP:
-            token = tl.load(token_map + token, mask=reads, other=0)
+            token = tl.load(token_map + token, mask=inside_text, other=0)
             missing = missing | (token < 0)
         term = tl.where(missing, fill, token).to(tl.int64)
-        multiplier = tl.load(multipliers + (layer * ORDER + s) * COLUMNS + c, mask=inside, other=0)
-        product = term[:, None] * multiplier[None, :]
+        at_lag = multipliers + (layer * ORDER + s) * COLUMNS
         if POLYNOMIAL:
-            mixed = mixed + product
+            mixed = mixed + term[:, None] * tl.load(at_lag + c, mask=inside, other=0)[None, :]
         else:
-            mixed = mixed ^ product
+            product = term * tl.load(at_lag + COLUMNS - 1)  # the last column's, which uses every lookback
+            mixed = mixed ^ tl.where((c >= (s - 1) * (COLUMNS // (ORDER - 1)))[None, :], product[:, None], 0)
     unsigned = mixed.to(tl.uint64)
     quotient = tl.umulhi(unsigned, tl.broadcast_to(reciprocal[None, :], (TOKENS, COLUMNS_PADDED)))
     rest = mixed - quotient.to(tl.int64) * modulus[None, :]

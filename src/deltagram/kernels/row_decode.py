@@ -20,7 +20,7 @@ from torch import Tensor
 
 from deltagram.kernels._triton import Build, Impl, choose, jit, power_of_two, tl
 
-_ELEMENTS, _WARPS = 4096, 4  # a program's
+_ELEMENTS, _WARPS = 2048, 4  # a program's
 
 
 def row_decode(

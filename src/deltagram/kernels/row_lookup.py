@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deltagram.kernels._triton import Build, Impl, choose, jit, tl
 
-_WORDS, _WARPS = 1024, 4  # a program's words, each the largest integer that divides a row
+_WORDS, _WARPS = 512, 4  # a program's words, each the largest integer that divides a row
 
 
 def row_lookup(table: Tensor, ids: Tensor, out: Tensor | None = None, keep: bool = False, impl: Impl = None) -> Tensor:

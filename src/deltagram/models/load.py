@@ -10,8 +10,8 @@ from deltagram.models.base import Model, meta_factory
 from deltagram.models.config import ModelConfig, Qwen4ExpConfig, Qwen35Config
 from deltagram.models.qwen3_5 import Qwen35
 from deltagram.models.qwen4_exp import IN_DEVICE, Qwen4Exp
-from deltagram.models.safetensors_header import TensorInfo
 from deltagram.models.weights import Checkpoint, check_weights, load_weights, open_checkpoint
+from deltagram.ngram.checkpoint import TensorInfo
 from deltagram.ngram.placement import Placement
 
 

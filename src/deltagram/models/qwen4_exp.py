@@ -14,9 +14,8 @@ from deltagram.layers.mlp import MoE
 from deltagram.layers.rotary import Rotary
 from deltagram.models.base import Embedding, as_weights, is_full, linear_attention
 from deltagram.models.config import Qwen4ExpConfig
-from deltagram.models.safetensors_header import TensorInfo
-from deltagram.models.weights import Weight, read_tensor
-from deltagram.ngram.checkpoint import qwen4_exp_table
+from deltagram.models.weights import Weight
+from deltagram.ngram.checkpoint import TensorInfo, qwen4_exp_table, read_scale
 from deltagram.ngram.formats import RowFormat
 from deltagram.ngram.layer import PLELayer
 from deltagram.ngram.placement import Placement, make_store, table_of
@@ -205,10 +204,8 @@ def memory_store(
     assert tensors is not None, "a table on disk needs the checkpoint"
     layer = config.ple_layer_ids[index] - 1
     source = qwen4_exp_table(spec, layer, dim, config.split_ngram_parts, tensors)
-    scale = None
-    if source.format.table_scale:
-        number = read_tensor(tensors[f"model.layers.{layer}.ple.ple_embedding.ngram_embedding.weight_scale"])
-        scale = number.float().reshape(1).to(device)
+    scale = read_scale(source)
+    scale = None if scale is None else scale.to(device)
     return make_store(placement, spec.num_rows, source.format, device, source.segments, scale)
 
 

@@ -72,6 +72,19 @@ class TableSource:
         return found
 
 
+def read_scale(source: TableSource) -> torch.Tensor | None:
+    """The number that scales the table, fp32 [1]. Raises ValueError for one that is no positive number."""
+    if source.scale is None:
+        return None
+    with source.scale.file.open("rb") as file:
+        file.seek(source.scale.offset)
+        raw = bytearray(file.read(source.scale.nbytes))
+    number = torch.frombuffer(raw, dtype=source.scale.dtype).float()
+    if not 0 < float(number) < float("inf"):
+        raise ValueError(f"{source.scale.name} is {float(number)}; expected a positive number")
+    return number
+
+
 def find_table(
     title: str,
     spec: HashSpec,

@@ -1,8 +1,8 @@
 """Rows read from the checkpoint's own files, as they lie there: no conversion, no copy of the table, bounded memory.
 
-Reads are small and random, so that many are in flight at a time, each row is read once a lookup however often its id
-occurs, and the kernel is told not to read ahead. Nothing is mapped: mapped pages count as the process's, and fall to
-its limits.
+Reads are small and random. Each row is read once a lookup, however often its id occurs; the kernel is told of all of
+them before the first is waited for, so that many are in flight, and not to read ahead of any. Nothing is mapped: mapped
+pages count as the process's, and fall to its limits.
 """
 
 import os
@@ -20,8 +20,8 @@ from deltagram.ngram.helpers import Workers
 from deltagram.ngram.host_step import HostStep
 from deltagram.ngram.stores import Staging
 
-READERS = 16  # reads in flight
-_JOB = 64  # reads a job
+READERS = 4  # threads; more of them wait for each other's turns in Python
+_JOB = 256  # reads a job, all announced before the first is made
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +117,15 @@ class DiskStore:
         self._files = {}
 
     def _read(self, rows: list[int], owners: list[Segment], targets: np.ndarray) -> None:
-        for row, owner, target in zip(rows, owners, targets, strict=True):
-            offset = owner.offset + (row - owner.first) * owner.width
+        places = [
+            (self._files[owner.file], owner.offset + (row - owner.first) * owner.width)
+            for row, owner in zip(rows, owners, strict=True)
+        ]
+        for (descriptor, offset), owner in zip(places, owners, strict=True):
+            os.posix_fadvise(descriptor, offset, owner.width, os.POSIX_FADV_WILLNEED)
+        for row, owner, place, target in zip(rows, owners, places, targets, strict=True):
             try:
-                count = os.preadv(self._files[owner.file], [target.data], offset)
+                count = os.preadv(place[0], [target.data], place[1])
             except OSError as error:
                 raise ValueError(f"reading row {row} of {owner.name} from {owner.file} failed: {error}") from error
             if count != owner.width:

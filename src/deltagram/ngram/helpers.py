@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-PATIENCE = 4.0  # seconds without any job ending
+PATIENCE = 4.0  # seconds
 
 
 class HelperError(RuntimeError):
@@ -13,10 +13,11 @@ class HelperError(RuntimeError):
 
 
 class Workers:
-    """`count` threads that run jobs side by side. `name` is what they do, for the error."""
+    """`count` threads that run jobs side by side. `name` is what they do, for the error; `patience` how many seconds
+    may pass without any job ending."""
 
-    def __init__(self, count: int, name: str) -> None:
-        self.name, self.count = name, count
+    def __init__(self, count: int, name: str, patience: float | None = None) -> None:
+        self.name, self.patience = name, PATIENCE if patience is None else patience
         self._jobs: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[int, BaseException | None]] = queue.SimpleQueue()
         self._turn = 0
@@ -38,8 +39,8 @@ class Workers:
                     turn, error = self._done.get(timeout=0.1)
                 except queue.Empty:
                     self._check()
-                    if time.monotonic() - quiet_since > PATIENCE:
-                        message = f"{self.name}: no helper thread finished anything for {PATIENCE:g} s"
+                    if time.monotonic() - quiet_since > self.patience:
+                        message = f"{self.name}: no helper thread finished anything for {self.patience:g} s"
                         raise HelperError(f"{message}; {left} of {len(jobs)} jobs are open") from None
                     continue
                 quiet_since = time.monotonic()

@@ -212,6 +212,7 @@ class Staging:
         self.host = torch.empty(shape, dtype=torch.uint8, pin_memory=cuda)
         self.rows = torch.empty(shape[1:], dtype=torch.uint8, device=device) if cuda else self.host[0]
         self.order = torch.arange(CHUNK, device=device)
+        self.ids: Tensor | None = None  # the last lookup's, grown to the largest
         self.copied = [torch.cuda.Event() for _ in range(_SLOTS)] if cuda else []
 
     def lookup(
@@ -247,7 +248,9 @@ class Staging:
     def _on_host(self, ids: Tensor) -> Tensor:
         if not self.copied:
             return ids
-        host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
+        if self.ids is None or len(self.ids) < len(ids):
+            self.ids = torch.empty(len(ids), dtype=torch.int64, pin_memory=True)
+        host = self.ids[: len(ids)]
         host.copy_(ids, non_blocking=True)
         torch.cuda.current_stream(self.device).synchronize()
         return host
