@@ -96,7 +96,12 @@ def _verdict(plan: Plan, result: Mapping[str, Any]) -> str:
 
 
 def _cells(plan: Plan, result: Mapping[str, Any]) -> str:
-    rows = [{"name": name, **cell} for name, cell in result["cells"].items() if cell["verdict"] != "unfinished"]
+    alone = len(plan.cells) == 1
+    rows = [
+        {"name": "B over A" if alone else name, **cell}
+        for name, cell in result["cells"].items()
+        if cell["verdict"] != "unfinished"
+    ]
     if not rows:
         return ""
     lines = [
@@ -264,9 +269,10 @@ def _rules(plan: Plan, launches: Sequence[Mapping[str, Any]]) -> str:
         "max_drift": "drift",
         "min_steps": "steps",
     }
-    words = []
+    of_a_kind = {"min_steps": "step", "max_drift": "step", "client_late": "load", "max_failed_share": "load"}
+    kinds, words = {cell.measure.kind for cell in plan.cells}, []
     for rule, value in vars(plan.rules).items():
-        if value in (None, False, "ignore"):
+        if value in (None, False, "ignore") or (rule in of_a_kind and of_a_kind[rule] not in kinds):
             continue
         told = [one for one in launches if one.get("facts", {}).get(facts.get(rule, "")) is not None]
         text = f"{rule} = {str(value).lower() if isinstance(value, bool) else value}"

@@ -63,7 +63,10 @@ def number_name(cell: Cell) -> str:
     if measure.kind == "step":
         kind = "" if measure.steps == "all" else measure.steps + " "
         return f"median steady {kind}step, ms" + (" per token" if measure.per_token else "")
-    return measure.number.replace("_", " ") if measure.kind == "load" else "number the command printed"
+    if measure.kind == "load":
+        stat, name, *unit = measure.number.split("_")
+        return f"{stat} {name.upper()}, ms" if unit == ["ms"] else measure.number.replace("_", " ")
+    return "number the command printed"
 
 
 def arm_words(arm: Arm) -> str:
