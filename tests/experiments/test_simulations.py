@@ -80,6 +80,16 @@ def test_false_positives_with_looks(null_ratios, looks, spending):
     assert outside.mean() <= 0.07  # the repeated intervals hold at all looks together
 
 
+@pytest.mark.parametrize("looks", [(6,), (4, 6, 8, 10)])
+def test_false_positives_over_three_cells(null_ratios, looks):
+    """Holm rejects something exactly when its first step does: the smallest p-value at a third of alpha."""
+    cells = null_ratios[:1998].reshape(666, 3, 10)
+    rejected = np.zeros(666, dtype=bool)
+    for blocks, level in zip(looks, nominal_levels(looks, 0.05 / 3, "obrien-fleming"), strict=True):
+        rejected |= (t_interval(cells[:, :, :blocks], level)[2] <= level).any(axis=1)
+    assert 0.02 <= rejected.mean() <= 0.07
+
+
 def test_looking_without_spending_would_fail(null_ratios):
     stopped = np.zeros(len(null_ratios), dtype=bool)
     for blocks in range(2, 11):
