@@ -11,7 +11,7 @@ import torch
 from deltagram.attention.cache import PagePool, page_size
 from deltagram.engine.detokenizer import Detokenizer
 from deltagram.engine.params import SamplingParams
-from deltagram.engine.request import FinishReason, Request, Status
+from deltagram.engine.request import Constraint, FinishReason, Request, Status
 from deltagram.engine.runner import Runner, StepOutput
 from deltagram.engine.scheduler import Scheduled, Scheduler
 from deltagram.engine.settings import Resolved
@@ -90,9 +90,16 @@ class Engine:
         self._rows_a_token = sum(len(spec.moduli) for spec in getattr(model, "specs", ()))
 
     def make_request(
-        self, prompt: Sequence[int], params: SamplingParams, seed: int, wants_prompt_logits: bool = False
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        wants_prompt_logits: bool = False,
+        constraint: Constraint | None = None,
+        salt: str = "",
     ) -> Request:
         """A request for one sequence, to be given to `add`. `seed` is this sequence's own: see SamplingParams.seeds.
+        `constraint` is too, and `salt` says whose it is: see Request.
 
         Raises ValueError for an empty prompt, one that leaves no room for a token, ids outside the vocabulary, or
         parameters that do not fit the model.
@@ -127,6 +134,8 @@ class Engine:
             end_token_ids=frozenset(params.end_token_ids(self.end_token_ids)),
             detokenizer=detokenizer,
             wants_prompt_logits=wants_prompt_logits,
+            constraint=constraint,
+            salt=salt,
         )
         self._next_id += 1
         return request
@@ -181,6 +190,12 @@ class Engine:
     def _deliver(self, output: StepOutput, i: int) -> Delta:
         request, token = output.requests[i], output.tokens[i]
         request.tokens.append(token)
+        if request.constraint is not None:
+            try:
+                request.constraint.accept(token)
+            except Exception as error:
+                self.scheduler.finish(request, FinishReason.ERROR)
+                return Delta(request, "", (token,), (), FinishReason.ERROR, error)
         reason, text = self._consume(request, token)
         if reason is not None:
             self.scheduler.finish(request, reason)
@@ -197,6 +212,8 @@ class Engine:
             text = request.detokenizer.push(token, look_for_stop=enough)
             if request.detokenizer.stopped:
                 return FinishReason.STOP, text
+        if request.constraint is not None and request.constraint.finished:
+            return FinishReason.STOP, text + (request.detokenizer.flush() if request.detokenizer else "")
         if len(request.tokens) >= request.max_length:
             return FinishReason.LENGTH, text + (request.detokenizer.flush() if request.detokenizer else "")
         return None, text

@@ -2,7 +2,9 @@
 
 import enum
 from dataclasses import dataclass, field
+from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
 from deltagram.engine.detokenizer import Detokenizer
@@ -27,6 +29,25 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"  # the step that ran it failed
 
 
+class Constraint(Protocol):
+    """What a sequence may say, token by token: a grammar's state. Only sampled tokens are told to it, so preemption
+    leaves it as it is; a sequence that has one needs its token on the host before its next step is run."""
+
+    @property
+    def allowed(self) -> np.ndarray:
+        """bool [V]: the tokens that may come next, at least one."""
+        ...
+
+    @property
+    def finished(self) -> bool:
+        """Whether the text is complete and nothing may follow."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """Go on past a sampled token. What it raises ends its own request alone."""
+        ...
+
+
 @dataclass(eq=False, slots=True)
 class Request:
     """One sequence being generated.
@@ -44,6 +65,8 @@ class Request:
     end_token_ids: frozenset[int]
     detokenizer: Detokenizer | None = None
     wants_prompt_logits: bool = False
+    constraint: Constraint | None = None
+    salt: str = ""  # computed state may be shared only among requests of one salt
 
     status: Status = Status.NEW
     finish_reason: FinishReason | None = None

@@ -112,9 +112,20 @@ class Runner:
         rows = [SampleRow(request.params, request.slot, request.seed) for request in requests]
         tensors = SamplingTensors.build(rows, eos_token_ids=self.end_token_ids, device=self.device)
         prompt_lengths = torch.tensor([len(request.prompt) for request in requests], device=self.device)
-        sampled = sample(logits, tensors, table.length[sequence], self.history.tokens, prompt_lengths)
+        allowed = self._allowed(requests, logits.shape[1])
+        sampled = sample(logits, tensors, table.length[sequence], self.history.tokens, prompt_lengths, allowed)
         self.history.append(table.row.long()[sequence], sampled.tokens)
         return StepOutput(requests, sampled.tokens.tolist(), sampled)
+
+    def _allowed(self, requests: tuple[Request, ...], vocab_size: int) -> Tensor | None:
+        """bool [N, V]: what the constraints of the requests allow; None if there are none."""
+        if all(request.constraint is None for request in requests):
+            return None
+        allowed = torch.ones(len(requests), vocab_size, dtype=torch.bool)
+        for n, request in enumerate(requests):
+            if request.constraint is not None:
+                allowed[n] = torch.from_numpy(request.constraint.allowed)
+        return allowed.to(self.device)
 
     def _keep_prompt_logits(self, requests: tuple[Request, ...], table: SequenceTable, hidden: Tensor) -> None:
         for n, request in enumerate(requests):

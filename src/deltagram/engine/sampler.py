@@ -182,7 +182,12 @@ class SampleOutput(NamedTuple):
 
 
 def sample(
-    logits: Tensor, tensors: SamplingTensors, positions: Tensor, history_tokens: Tensor, prompt_lengths: Tensor
+    logits: Tensor,
+    tensors: SamplingTensors,
+    positions: Tensor,
+    history_tokens: Tensor,
+    prompt_lengths: Tensor,
+    allowed: Tensor | None = None,
 ) -> SampleOutput:
     """Samples one token per row.
 
@@ -193,9 +198,14 @@ def sample(
     history_tokens: int32 [R, C], the token history, or a view of its first columns that holds all positions in use.
         Only read for penalties, at columns below the row's position.
     prompt_lengths: int32 or int64 [N]; row n has put out positions[n] - prompt_lengths[n] tokens so far.
+    allowed: bool [N, V], at least one token a row: the others are as if their logits were -inf. Masked end tokens
+        (min_tokens) must leave one of them.
     """
     sizes, columns = tensors.sizes, tensors.columns
     assert logits.shape[-1] <= MAX_VOCAB_SIZE
+    raw = logits
+    if allowed is not None:
+        logits = logits.masked_fill(~allowed, -torch.inf)
     tokens = logits.argmax(-1)  # the first of equals, on every device
     if sizes.special:
         row = columns["row"].clamp_min(0)
@@ -207,7 +217,7 @@ def sample(
         return SampleOutput(tokens, None, None, None)
 
     row = columns["reported"].clamp_min(0)
-    raw = logits[row].float()
+    raw = raw[row].float()
     logprobs, top_tokens = raw.log_softmax(-1), _top(raw, sizes.max_logprobs)
     blank = logprobs.new_zeros(len(tokens), 1)
     blanks = blank.expand(-1, top_tokens.shape[1])

@@ -83,7 +83,8 @@ class Tokenizer:
                 f"text must be valid Unicode, got the lone surrogate U+{ord(text[error.start]):04X} "
                 f"at character {error.start}"
             ) from None
-        ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Of the backend's ways this one lets other threads run meanwhile.
+        ids = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         if self.model_vocab_size is not None and ids and (largest := max(ids)) >= self.model_vocab_size:
             raise ValueError(
                 f"text must use tokens of the model's vocabulary of {self.model_vocab_size}, "
