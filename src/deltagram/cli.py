@@ -189,6 +189,40 @@ def doctor(
             raise typer.Exit(FAILED)
 
 
+@app.command()
+def serve(
+    model: Annotated[
+        str | None, typer.Argument(help="Checkpoint folder or hub id (owner/name); left out, the shipped model.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of this machine's.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(envvar="DELTAGRAM_API_KEY", help="What clients must send; may be repeated. Others can read "
+                     "arguments: prefer the variable."),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="What the model is called; left out, as its folder is.")] = None,
+    limit: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A limit of the server, such as max_queued=32.")
+    ] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    settings: Set = None,
+) -> None:
+    """Serve a model over HTTP as OpenAI's API does, with a page to try it at /. See docs/server.md."""
+    with _exits():
+        try:
+            from deltagram.serving import command
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] not in ("fastapi", "uvicorn", "prometheus_client", "llguidance"):
+                raise
+            _say(f"`deltagram serve` needs {error.name}: pip install 'deltagram[serve]'", "red")
+            raise typer.Exit(FAILED) from None
+        options = {"model": model, "device": device, "dtype": dtype, **_settings(settings or [])}
+        limits = _pairs("--limit", limit or [])
+        command.run(options, name=name, host=host, port=port, limits=limits, keys=api_key or [], say=_say)
+
+
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -265,19 +299,27 @@ def _load(model: str | None, *, device: str, dtype: str, settings: list[str] | N
 
 
 def _settings(pairs: list[str]) -> dict[str, Any]:
+    settings = _pairs("--set", pairs)
+    for key in ("device", "dtype"):
+        if key in settings:
+            raise ValueError(f"use --{key} instead of --set {key}={settings[key]}")
+    return settings
+
+
+def _pairs(option: str, pairs: list[str]) -> dict[str, Any]:
     """KEY=VALUE pairs; a value that reads as JSON (4096, true, null) is that, any other a string."""
-    settings: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or not key:
-            raise ValueError(f"--set must be KEY=VALUE, got {pair!r}")
-        if key in settings or key in ("device", "dtype"):
-            raise ValueError(f"{key} is set twice" if key in settings else f"use --{key} instead of --set {pair}")
+            raise ValueError(f"{option} must be KEY=VALUE, got {pair!r}")
+        if key in values:
+            raise ValueError(f"{key} is set twice")
         try:
-            settings[key] = json.loads(value)
+            values[key] = json.loads(value)
         except ValueError:
-            settings[key] = value
-    return settings
+            values[key] = value
+    return values
 
 
 def _read_stdin() -> str:

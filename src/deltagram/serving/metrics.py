@@ -1,0 +1,70 @@
+"""Prometheus metrics of the server and its engine. Names begin with `deltagram_`."""
+
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_STEP_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
+
+
+class Metrics:
+    """`step` takes the engine's messages; the server observes the rest."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"deltagram_{name}", text, registry=registry)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"deltagram_{name}", text, labels, registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(f"deltagram_{name}", text, labels, buckets=buckets, registry=registry)
+
+        self.gauges = {
+            "running": gauge("running", "Sequences that run."),
+            "waiting": gauge("waiting", "Sequences that wait in the engine."),
+            "pages_used": gauge("cache_pages_used", "Pages of the cache that sequences own."),
+            "slots_used": gauge("state_slots_used", "Slots of recurrent state that sequences own."),
+        }
+        self.in_flight = gauge("in_flight", "Sequences admitted and not ended.")
+        self.cache_pages = gauge("cache_pages", "Pages of the cache.")
+        self.state_slots = gauge("state_slots", "Slots of recurrent state.")
+        self.counts = {
+            "prefill_tokens": counter("prefill_tokens", "Tokens run as parts of prompts."),
+            "decode_tokens": counter("decode_tokens", "Tokens run one by one."),
+            "padding_tokens": counter("padding_tokens", "Tokens that only filled a bucket."),
+            "memory_rows": counter("memory_rows", "Rows of n-gram tables looked up."),
+            "preemptions": counter("preemptions", "Sequences pushed out for want of pages."),
+            "num_steps": counter("steps", "Steps run."),
+        }
+        self.requests = counter("requests", "Requests that generate, by how they ended.", "outcome")
+        self.ttft = histogram("time_to_first_token_seconds", "From admission to a sequence's first token.", _SECONDS)
+        self.tpot = histogram("time_per_output_token_seconds", "Mean of a sequence after its first token.", _SECONDS)
+        self.step_seconds = histogram(
+            "step_seconds", "Steps, by kind and by tokens x sequences, both rounded up to a power of two.",
+            _STEP_SECONDS, "kind", "size",
+        )  # fmt: skip
+        self._before: dict[str, int] = {}
+
+    def step(self, message: dict[str, Any]) -> None:
+        """Take an engine's message (worker.py)."""
+        for name, value in message["gauges"].items():
+            self.gauges[name].set(value)
+        for name, value in message["counts"].items():
+            self.counts[name].inc(value - self._before.get(name, 0))
+        self._before = message["counts"]
+        if (record := message["step"]) is not None:
+            size = f"{_round_up(record['tokens'])}x{_round_up(record['sequences'])}"
+            self.step_seconds.labels(record["kind"], size).observe(record["ms"] / 1e3)
+
+    def text(self) -> bytes:
+        """The text that Prometheus scrapes."""
+        return generate_latest(self.registry)
+
+
+def _round_up(count: int) -> int:
+    """So that labels stay few when every step has a bucket of its own size."""
+    return 1 << max(count - 1, 0).bit_length()

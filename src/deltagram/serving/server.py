@@ -1,0 +1,308 @@
+"""The routes: OpenAI's, and those for operators."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from importlib.resources import files
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+from deltagram import __version__
+from deltagram.engine.tokenizer import Tokenizer
+from deltagram.serving import protocol
+from deltagram.serving.answers import Answer, ChatAnswer, CompletionAnswer
+from deltagram.serving.engine_process import GONE, EngineFailed, EngineProcess, Flight, Overloaded, Piece
+from deltagram.serving.grammar import Grammars
+from deltagram.serving.http import (
+    ClientGone,
+    EventStream,
+    Guard,
+    error_response,
+    limited_route,
+    unavailable,
+    unless_gone,
+)  # fmt: skip
+from deltagram.serving.limits import Limits
+from deltagram.serving.metrics import Metrics
+
+GENERATES = ("/v1/completions", "/v1/chat/completions")
+PAGE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+class Server:
+    """Answers requests with one engine process. `app` is the ASGI application; `draining` closes the door."""
+
+    def __init__(self, engine: EngineProcess, name: str, limits: Limits, keys: Sequence[str], metrics: Metrics) -> None:
+        self.engine, self.name, self.limits, self.metrics = engine, name, limits, metrics
+        facts = engine.facts
+        self.tokenizer = Tokenizer.load(facts["folder"], model_vocab_size=facts["vocab_size"])
+        ends = tuple(facts["end_token_ids"])
+        self.grammars = Grammars(self.tokenizer, facts["vocab_size"], ends) if ends else None
+        self.compiler = ThreadPoolExecutor(1, "compile")
+        self.draining = False
+        self.created = int(time.time())
+        metrics.cache_pages.set(facts["num_pages"])
+        metrics.state_slots.set(facts["max_num_sequences"])
+        metrics.in_flight.set_function(lambda: engine.in_flight)
+        self.api = self._api()
+        self.app = Guard(self.api, self, limits, keys, GENERATES)
+
+    def _api(self) -> FastAPI:
+        api = FastAPI(title="deltagram", version=__version__, description="An OpenAI-compatible server.")
+        router = APIRouter(route_class=limited_route(self.limits))
+        answers: dict[int | str, dict[str, Any]] = {
+            status: {"description": text}
+            for status, text in {400: "Refused", 401: "No valid API key", 404: "No such model", 408: "Slow body",
+                                 413: "Body too large", 503: "Overloaded, draining or broken", 504: "Too slow"}.items()
+        }  # fmt: skip
+
+        def route(method: str, path: str, handler: Callable[..., Any]) -> None:
+            router.add_api_route(path, handler, methods=[method], response_model=None, responses=answers)
+
+        route("GET", "/v1/models", self.models)
+        route("GET", "/v1/models/{model:path}", self.model)
+        route("POST", "/v1/completions", self.completions)
+        route("POST", "/v1/chat/completions", self.chat_completions)
+        route("POST", "/tokenize", self.tokenize)
+        route("POST", "/detokenize", self.detokenize)
+        route("GET", "/health", self.health)
+        route("GET", "/live", self.live)
+        route("GET", "/metrics", self.metrics_text)
+        router.add_api_route("/", self.page, methods=["GET"], include_in_schema=False)
+        api.include_router(router)
+        api.add_exception_handler(RequestValidationError, _on_validation_error)
+        api.add_exception_handler(StarletteHTTPException, _on_http_exception)
+        return api
+
+    def refuses_generation(self) -> str | None:
+        """Why no request can be taken now, known before its body is read."""
+        if not self.engine.alive:
+            return GONE
+        if self.draining:
+            return "the server is shutting down"
+        return None if self.engine.has_room else f"{self.engine.in_flight} sequences run or wait"
+
+    # Routes
+
+    async def models(self) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, model: str) -> Response:
+        self._check_model(model)
+        return JSONResponse(self._model())
+
+    async def completions(self, body: protocol.CompletionRequest, request: Request) -> Response:
+        deadline = asyncio.get_running_loop().time() + self.limits.max_request_seconds
+        self._check_model(body.model)
+        with _refusals():
+            job = protocol.completion_job(body, self.limits)
+            given = protocol.prompts(body, self.limits)
+            prompts = [await self._encode(each) if isinstance(each, str) else each for each in given]
+        return await self._generate(request, body, job, prompts, CompletionAnswer, deadline)
+
+    async def chat_completions(self, body: protocol.ChatRequest, request: Request) -> Response:
+        deadline = asyncio.get_running_loop().time() + self.limits.max_request_seconds
+        self._check_model(body.model)
+        with _refusals():
+            job = protocol.chat_job(body, self.limits, self.engine.facts["max_length"])
+            variables = protocol.template_variables(body.chat_template_kwargs)
+            prompt = await self._encode_chat(body.messages, variables)
+        return await self._generate(request, body, job, [prompt], ChatAnswer, deadline)
+
+    async def tokenize(self, body: protocol.TokenizeRequest) -> Response:
+        """Token ids of a prompt, or of messages as the chat template puts them."""
+        self._check_model(body.model)
+        with _refusals():
+            if (body.prompt is None) == (body.messages is None):
+                raise ValueError("give either prompt or messages")
+            if body.messages is not None:
+                generation = body.add_generation_prompt is not False
+                tokens = await self._encode_chat(body.messages, {"add_generation_prompt": generation})
+            else:
+                assert body.prompt is not None
+                tokens = await self._encode(body.prompt, body.add_special_tokens is not False)
+        return JSONResponse({"count": len(tokens), "max_model_len": self.engine.facts["max_length"], "tokens": tokens})
+
+    async def detokenize(self, body: protocol.DetokenizeRequest) -> Response:
+        self._check_model(body.model)
+        vocab = self.engine.facts["vocab_size"]
+        with _refusals():
+            if wrong := next((token for token in body.tokens if not 0 <= token < vocab), None):
+                raise ValueError(f"token ids must be from 0 to {vocab - 1}, got {wrong}")
+        text = await asyncio.to_thread(self.tokenizer.decode, body.tokens, skip_special_tokens=False)
+        return JSONResponse({"prompt": text})
+
+    async def health(self) -> Response:
+        """Whether requests can be answered: 503 if not."""
+        problem = None
+        if not self.engine.alive:
+            problem = GONE
+        elif self.draining:
+            problem = "the server is shutting down"
+        elif self.engine.stalled:
+            problem = f"there is work, and no step for {self.limits.stall_seconds:g} s"
+        if problem is None:
+            return JSONResponse({"status": "ok"})
+        return unavailable(problem, self.limits)
+
+    async def live(self) -> Response:
+        """Whether the server runs at all."""
+        return JSONResponse({"status": "ok"})
+
+    async def metrics_text(self) -> Response:
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def page(self) -> Response:
+        text = (files("deltagram.serving") / "page.html").read_text(encoding="utf-8")
+        return HTMLResponse(text, headers={"Content-Security-Policy": PAGE_POLICY})
+
+    # What they share
+
+    def _model(self) -> dict[str, Any]:
+        length = self.engine.facts["max_length"]
+        own = {"id": self.name, "object": "model", "created": self.created, "owned_by": "deltagram"}
+        return own | {"max_model_len": length}
+
+    def _check_model(self, asked: str | None) -> None:
+        if asked is not None and asked != self.name:
+            raise HTTPException(404, f"there is no model {asked[:200]!r} here, only {self.name!r}")
+
+    async def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+    async def _encode_chat(self, given: Sequence[protocol.ChatMessage], variables: dict[str, Any]) -> list[int]:
+        listed = protocol.messages(given)
+        text = await asyncio.to_thread(partial(self.tokenizer.apply_chat_template, listed, **variables))
+        return await self._encode(text, add_special_tokens=False)
+
+    async def _compile(self, grammar: dict[str, Any]) -> None:
+        """Raises ValueError for a grammar that cannot be compiled, or not in time; the engine would wait for it."""
+        if self.grammars is None:
+            raise ValueError("structured output needs a model with an end token")
+        work = asyncio.get_running_loop().run_in_executor(self.compiler, self.grammars.constraint, grammar)
+        try:
+            await asyncio.wait_for(work, self.limits.max_compile_seconds)
+        except TimeoutError:
+            limit = f"{self.limits.max_compile_seconds:g} s"
+            raise ValueError(f"the schema or regex must compile within {limit}, it did not") from None
+
+    async def _generate(
+        self,
+        request: Request,
+        body: protocol.Generation,
+        job: protocol.Job,
+        prompts: Sequence[Sequence[int]],
+        kind: type[Answer],
+        deadline: float,
+    ) -> Response:
+        if job.grammar is not None:
+            with _refusals():
+                await self._compile(job.grammar)
+        seeds = [job.params.seeds() for _ in prompts]
+        try:
+            if why := self.refuses_generation():  # also what came to pass while the body was read
+                return self._ended("refused", unavailable(why, self.limits))
+            flight = self.engine.admit(prompts, seeds, asdict(job.params), job.grammar, request.scope["salt"])
+        except Overloaded as error:
+            return self._ended("refused", unavailable(str(error), self.limits))
+        streaming = False
+        answer = kind(self.name, self.tokenizer, sum(map(len, prompts)))
+        try:
+            async with asyncio.timeout_at(deadline):
+                await unless_gone(request.receive, asyncio.shield(flight.accepted))
+                if not body.stream:
+                    pieces = await unless_gone(request.receive, _all(flight))
+                    whole = answer.body([answer.choice(piece, chunk=False) for piece in pieces])
+                    return self._ended("finished", JSONResponse(whole))
+            streaming = True
+            events = self._events(flight, answer, body.stream_options or protocol.StreamOptions(), deadline)
+            return EventStream(events, partial(self.engine.abort, flight), self.limits.max_send_seconds)
+        except ValueError as error:
+            return self._ended("refused", error_response(400, str(error)))
+        except EngineFailed as error:
+            return self._ended("failed", error_response(500 if self.engine.alive else 503, str(error)))
+        except TimeoutError:
+            return self._ended("failed", error_response(504, self._too_slow()))
+        except ClientGone:
+            return self._ended("aborted", Response())
+        finally:
+            if not streaming:
+                self.engine.abort(flight)
+
+    async def _events(
+        self, flight: Flight, answer: Answer, options: protocol.StreamOptions, deadline: float
+    ) -> AsyncGenerator[bytes, None]:
+        told = True if options.continuous_usage_stats else None if options.include_usage else False
+        outcome = "aborted"
+        try:
+            if opening := answer.opening(len(flight.ids)):
+                yield _event(answer.chunk(opening, told))
+            while True:
+                async with asyncio.timeout_at(deadline):
+                    pieces = await flight.take()
+                if not pieces:
+                    break
+                yield _event(answer.chunk([answer.choice(piece, chunk=True) for piece in pieces], told))
+            outcome = "finished"
+            if options.include_usage:
+                yield _event(answer.chunk([], True))
+            yield b"data: [DONE]\n\n"
+        except (EngineFailed, TimeoutError) as error:
+            outcome = "failed"
+            message = self._too_slow() if isinstance(error, TimeoutError) else str(error)
+            yield _event({"error": {"message": message, "type": "server_error", "param": None, "code": None}})
+        finally:
+            self.metrics.requests.labels(outcome).inc()
+
+    def _too_slow(self) -> str:
+        return f"the answer took longer than {self.limits.max_request_seconds:g} s"
+
+    def _ended(self, outcome: str, response: Response) -> Response:
+        self.metrics.requests.labels(outcome).inc()
+        return response
+
+
+async def _all(flight: Flight) -> list[Piece]:
+    gathered: dict[int, Piece] = {}
+    while pieces := await flight.take():
+        for piece in pieces:
+            if piece.index in gathered:
+                gathered[piece.index].add(piece)
+            else:
+                gathered[piece.index] = piece
+    return [gathered[index] for index in sorted(gathered)]
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """What is wrong with a request is a 400."""
+    try:
+        yield
+    except ValueError as error:
+        raise HTTPException(400, str(error)[: protocol.MAX_MESSAGE]) from None
+
+
+async def _on_validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return error_response(400, protocol.describe(error))
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, StarletteHTTPException)
+    return error_response(error.status_code, str(error.detail), headers=dict(error.headers or {}))
