@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from environment import save
 
-from deltagram.ngram import stores
 from deltagram.ngram.cached import CachedStore
 from deltagram.ngram.disk import DiskStore
 from deltagram.ngram.formats import RowFormat
@@ -100,12 +99,10 @@ def main() -> None:
     assert torch.equal(host.lookup(ids, None), want) and torch.equal(host.gather(ids, None), want)
     results["host in place, random ids, us"] = {n: captured(host, None, random_ids, n, 6) for n in TOKENS}
     results["host in place, Zipf ids, us"] = {n: captured(host, None, zipf_ids, n, 6) for n in TOKENS[2:]}
-    for pieces, chunk in ((4, 16384), (1, 16384), (2, 16384), (3, 16384), (8, 16384), (4, 32768), (4, 8192)):
-        stores._PIECES, stores.CHUNK, host._staging = pieces, chunk, None
-        found = {n: wall(host.gather, random_ids, num_rows, n) for n in TOKENS[2:]}
-        results[f"host gathered, {pieces} pieces of at most {chunk} rows"] = found
-    stores._PIECES, stores.CHUNK, host._staging = 4, 16384, None
-    results["host, crossover in rows"] = host.measure_crossover()
+    results["host gathered"] = {n: wall(host.gather, random_ids, num_rows, n) for n in TOKENS[2:]}
+    host.crossover = None
+    results["host, as it chooses"] = {n: wall(host.lookup, random_ids, num_rows, n) for n in TOKENS}
+    results["host, crossover in rows"] = host.crossover
     print(results, flush=True)
 
     cached = CachedStore(host, (2 << 30) // FORM.row_bytes, CUDA)
@@ -124,7 +121,7 @@ def main() -> None:
         table = random_table(FORM, (1 << 30) // FORM.row_bytes)
         disk = DiskStore(len(table), FORM, write_segments(FORM, table, Path(folder)), CUDA)
         results["disk, 1 GiB in the page cache"] = {
-            n: wall(disk.lookup, random_ids, disk.num_rows, n) for n in TOKENS[1:]
+            n: wall(disk.lookup, random_ids, disk.num_rows, n) for n in TOKENS[:4]
         }
         disk.reserve(48 * 24)
         results["disk in a graph, us"] = {n: captured(disk, None, random_ids, n, 1) for n in TOKENS[:3]}

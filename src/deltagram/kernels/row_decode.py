@@ -52,8 +52,7 @@ def _reference(
     if out is None:
         out = torch.empty(*ids.shape, dim, dtype=dtype, device=ids.device)
     flat, rows = ids.reshape(-1), out.view(-1, dim)
-    absent = flat < 0
-    some_absent = bool(absent.any())
+    some_absent = flat.numel() > 0 and int(flat.min()) < 0
     wanted = flat.clamp(min=0) if some_absent else flat
     if values == dtype and group == 0 and scale is None:
         torch.index_select(table.view(values), 0, wanted, out=rows)
@@ -69,7 +68,7 @@ def _reference(
             found = found * scale
         rows.copy_(found)
     if some_absent:
-        rows[absent] = 0
+        rows[flat < 0] = 0
     return out
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from deltagram.kernels._triton import Build, Impl, choose, jit, tl
 
 _WORDS, _WARPS = 512, 4  # a program's words, each the largest integer that divides a row
+_FEW, _FEW_WORDS = 1 << 16, 128  # lookups of fewer words are spread over more programs, to have more reads under way
 
 
 def row_lookup(table: Tensor, ids: Tensor, out: Tensor | None = None, keep: bool = False, impl: Impl = None) -> Tensor:
@@ -31,15 +32,14 @@ def _reference(table: Tensor, ids: Tensor, out: Tensor | None = None, keep: bool
     if out is None:
         out = torch.empty(*ids.shape, row_bytes, dtype=torch.uint8, device=ids.device)
     rows = out.view(-1, row_bytes)
-    absent = flat < 0
-    if not absent.any():
+    if flat.numel() == 0 or int(flat.min()) >= 0:
         torch.index_select(table, 0, flat, out=rows)
     elif keep:
-        present = ~absent
+        present = flat >= 0
         rows[present] = table.index_select(0, flat[present])
     else:
         torch.index_select(table, 0, flat.clamp(min=0), out=rows)
-        rows[absent] = 0
+        rows[flat < 0] = 0
     return out
 
 
@@ -65,8 +65,9 @@ def _launch(table: Tensor, ids: Tensor, out: Tensor | None = None, keep: bool = 
     row_words = row_bytes // word.itemsize
     assert count * row_words < 2**31, "a lookup of 16 GiB"
     if count:
-        grid = (-(-count * row_words // _WORDS),)
-        _kernel[grid](table.view(word), ids, out.view(word), count, row_words, keep, _WORDS, num_warps=_WARPS)
+        words = _FEW_WORDS if count * row_words < _FEW else _WORDS
+        grid = (-(-count * row_words // words),)
+        _kernel[grid](table.view(word), ids, out.view(word), count, row_words, keep, words, num_warps=_WARPS)
     return out
 
 

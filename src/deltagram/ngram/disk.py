@@ -86,7 +86,7 @@ class DiskStore:
             assert self.in_graphs is not None, "reserve rows before capturing"
             return self.in_graphs.lookup(ids, dtype, self.scale, out)
         if self._staging is None:
-            self._staging = Staging(self.format, self.device, 1)  # whole, so that no row is read twice
+            self._staging = Staging(self.format, self.device)
         return self._staging.lookup(ids, dtype, self.scale, self.fetch, out)
 
     def fetch(self, ids: Tensor, into: Tensor) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from deltagram.ngram.checkpoint import TableSource
 from deltagram.ngram.memory import numa_nodes
-from deltagram.ngram.stores import _SLOTS, CHUNK
+from deltagram.ngram.stores import CHUNK, SLOTS
 
 UNLIMITED = resource.RLIM_INFINITY
 
@@ -21,7 +21,7 @@ def placement_rows(tables: Sequence[TableSource], device: torch.device, processe
     processes: how many would load the tables on this node.
     """
     total = sum(table.nbytes for table in tables)
-    staging = max((_SLOTS * CHUNK * table.format.row_bytes for table in tables), default=0) * len(tables)
+    staging = max((SLOTS * CHUNK * table.format.row_bytes for table in tables), default=0) * len(tables)
     host, cuda = free_host_memory(), device.type == "cuda"
     lock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if cuda else UNLIMITED
     free = torch.cuda.mem_get_info(device)[0] if cuda else host

@@ -22,8 +22,7 @@ from deltagram.ngram.helpers import HelperError
 from deltagram.ngram.memory import HostMemory, share
 
 CHUNK = 16384  # rows staged at a time, at most: 4 MB, so that a large lookup never holds the bus for long
-_PIECES = 4
-_SLOTS = 8
+SLOTS = 8
 
 
 class RowStore(Protocol):
@@ -101,7 +100,7 @@ class HostStore(DeviceStore):
     def gather(self, ids: Tensor, dtype: torch.dtype | None, out: Tensor | None = None) -> Tensor:
         """`lookup` by way of the host. The host waits for the ids."""
         if self._staging is None:
-            self._staging = Staging(self.format, self.device, _PIECES)
+            self._staging = Staging(self.format, self.device)
         return self._staging.lookup(ids, dtype, self.scale, self.fetch, out)
 
     def fetch(self, ids: Tensor, into: Tensor) -> None:
@@ -201,19 +200,16 @@ class SharedStore(HostStore):
 class Staging:
     """Rows that the host fetches, brought to a device piece by piece: the host fetches one while another is copied.
 
-    `pieces`: how many a lookup is cut into, at least, to overlap the two. Memory is bounded, page-locked and on the
-    device alike: _SLOTS pieces of CHUNK rows, and the caller's `out`.
+    Memory is bounded, page-locked and on the device alike: SLOTS pieces of CHUNK rows, a lookup's ids, and its `out`.
     """
 
-    def __init__(self, format: RowFormat, device: torch.device, pieces: int) -> None:
-        self.format, self.device, self.pieces = format, device, pieces
-        shape = (_SLOTS, CHUNK, format.row_bytes)
-        cuda = device.type == "cuda"
-        self.host = torch.empty(shape, dtype=torch.uint8, pin_memory=cuda)
-        self.rows = torch.empty(shape[1:], dtype=torch.uint8, device=device) if cuda else self.host[0]
+    def __init__(self, format: RowFormat, device: torch.device) -> None:
+        self.format, self.device, self.cuda = format, device, device.type == "cuda"
+        self.host = torch.empty(SLOTS, CHUNK, format.row_bytes, dtype=torch.uint8, pin_memory=self.cuda)
+        self.rows = torch.empty(self.host.shape[1:], dtype=torch.uint8, device=device) if self.cuda else self.host[0]
         self.order = torch.arange(CHUNK, device=device)
-        self.ids: Tensor | None = None  # the last lookup's, grown to the largest
-        self.copied = [torch.cuda.Event() for _ in range(_SLOTS)] if cuda else []
+        self.ids = torch.empty(0, dtype=torch.int64)  # the last lookup's, grown to the largest
+        self.done = torch.cuda.Event() if self.cuda else None
 
     def lookup(
         self,
@@ -224,41 +220,34 @@ class Staging:
         out: Tensor | None = None,
     ) -> Tensor:
         """RowStore.lookup by `fetch(host ids [n], into [n, row_bytes])`."""
-        width = self.format.row_bytes if dtype is None else self.format.dim
+        form = self.format
+        width = form.row_bytes if dtype is None else form.dim
         if out is None:
             out = torch.empty(*ids.shape, width, dtype=dtype or torch.uint8, device=self.device)
         rows, host_ids = out.view(-1, width), self._on_host(ids.reshape(-1))
-        count = len(host_ids)
-        step = max(1, min(CHUNK, -(-count // self.pieces)))
-        for piece, first in enumerate(range(0, count, step)):
-            slot = piece % _SLOTS
-            part = slice(first, min(first + step, count))
-            if self.copied:
-                self.copied[slot].synchronize()
-            staged = self.host[slot][: part.stop - first]
-            fetch(host_ids[part], staged)
+        for piece, first in enumerate(range(0, len(host_ids), CHUNK)):
+            if self.done is not None and piece % SLOTS == 0:
+                self.done.synchronize()  # the slots' last copies, of this lookup or another, are over
+            wanted = host_ids[first : first + CHUNK]
+            staged, target = self.host[piece % SLOTS][: len(wanted)], rows[first : first + CHUNK]
+            fetch(wanted, staged)
             if dtype is None:
-                rows[part].copy_(staged, non_blocking=True)
+                target.copy_(staged, non_blocking=True)
             else:
-                self._decode(staged, dtype, scale, rows[part])
-            if self.copied:
-                self.copied[slot].record()
+                on_device = self.rows[: len(wanted)].copy_(staged, non_blocking=True) if self.cuda else staged
+                # Absent rows are zero bytes, which decode to zeros unless the scale is not finite: none is.
+                order = self.order[: len(wanted)]
+                row_decode(on_device, order, form.values, form.dim, dtype, form.group, scale, target)
+            if self.done is not None and (piece % SLOTS == SLOTS - 1 or first + CHUNK >= len(host_ids)):
+                self.done.record()
         return out
 
     def _on_host(self, ids: Tensor) -> Tensor:
-        if not self.copied:
+        if not self.cuda:
             return ids
-        if self.ids is None or len(self.ids) < len(ids):
+        if len(self.ids) < len(ids):
             self.ids = torch.empty(len(ids), dtype=torch.int64, pin_memory=True)
         host = self.ids[: len(ids)]
         host.copy_(ids, non_blocking=True)
         torch.cuda.current_stream(self.device).synchronize()
         return host
-
-    def _decode(self, staged: Tensor, dtype: torch.dtype, scale: Tensor | None, out: Tensor) -> None:
-        rows, form = staged, self.format
-        if self.copied:
-            rows = self.rows[: len(staged)]
-            rows.copy_(staged, non_blocking=True)
-        # The pieces of absent ids are zero bytes, which decode to zeros unless the scale is not finite: none is.
-        row_decode(rows, self.order[: len(staged)], form.values, form.dim, dtype, form.group, scale, out)
