@@ -1,7 +1,7 @@
 """CPU decode and prefill of the shipped model, against transformers' generate on the same weights, fp32, same threads.
 
-The two take turns, so that a machine that slows down slows both; a figure is the median over the turns of the ratio of two
-neighbours. A decode step's time is that of NEW tokens less that of one, over NEW - 1.
+The two take turns, so that a machine that slows down slows both; a figure is the median over the turns of the ratio
+of two neighbours. A decode step's time is that of NEW tokens less that of one, over NEW - 1.
 
     python benchmarks/cpu_generate.py [--rounds 7]
 """

@@ -1,4 +1,4 @@
-"""Every test runs on one thread: tiny tensors gain nothing from more, and a busy machine makes them wait for each other."""
+"""Every test runs on one thread: tiny tensors gain nothing from more, and on a busy machine threads wait."""
 
 import torch
 

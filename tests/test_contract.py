@@ -44,7 +44,8 @@ def test_a_room_imports_only_rooms_above_it(room: str) -> None:
     for path in (PACKAGE / room).rglob("*.py"):
         for name in imported(path):
             target = name.split(".")[1]
-            assert target in allowed or name == "deltagram.__version__", f"{path.relative_to(PACKAGE)} imports {name}"
+            public = target in ("LLM", "SamplingParams") and "llm" in allowed
+            assert target in allowed or target == "__version__" or public, f"{path.relative_to(PACKAGE)} imports {name}"
 
 
 def test_kernels_import_nothing_of_ours_but_triton_support() -> None:
@@ -73,7 +74,8 @@ def test_everything_imports_without_triton() -> None:
         for room in ("kernels", "step", "layers", "ngram", "gdn", "attention", "models", "engine")
         for path in sorted((PACKAGE / room).rglob("*.py"))
     ]
-    code = f"import sys; sys.modules['triton'] = None\nimport importlib\nfor m in {modules!r}: importlib.import_module(m)"
+    code = "import importlib, sys\nsys.modules['triton'] = None\n"
+    code += f"for module in {modules!r}: importlib.import_module(module)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 

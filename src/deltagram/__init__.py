@@ -1,7 +1,7 @@
 """deltagram: an engine for language models with n-gram memory and Gated DeltaNet layers.
 
-`from deltagram import LLM, SamplingParams` is the whole public surface; the rooms below it are described in docs/tour.md.
-Both names are imported on first use, so that `import deltagram` costs neither torch nor a model.
+`from deltagram import LLM, SamplingParams` is the whole public surface; the rooms below it are described in
+docs/tour.md. Both names are imported on first use, so that `import deltagram` costs neither torch nor a model.
 """
 
 from typing import TYPE_CHECKING, Any

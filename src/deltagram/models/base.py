@@ -37,7 +37,7 @@ class Model(Protocol):
         ...
 
     def weights(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Weight]:
-        """Where each tensor of a checkpoint goes. `shapes` are the checkpoint's own, for layouts that come in variants."""
+        """Where each tensor of a checkpoint goes. `shapes` are its own, for layouts that come in variants."""
         ...
 
 

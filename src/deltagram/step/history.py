@@ -1,7 +1,7 @@
 """The token history: the one authoritative record of every running request's tokens, on the device.
 
-Written by admission (the prompt), by a drafter (drafts, before they are hashed) and by the sampler; hashing and embedding
-read it and nothing else. It never holds a placeholder.
+Written by admission (the prompt), by a drafter (drafts, before they are hashed) and by the sampler; hashing and
+embedding read it and nothing else. It never holds a placeholder.
 """
 
 import torch

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 class Kind(enum.IntEnum):
-    """What a sequence (a request's part of a step) is. It follows the request's history, never the sequence's length."""
+    """What a sequence (a request's part of a step) is. It follows the request's history, never a length."""
 
     DECODE = 0  # one token: the last one sampled
     VERIFY = 1  # the last one sampled and its drafted followers
@@ -21,9 +21,10 @@ class Kind(enum.IntEnum):
 class Entry:
     """One request's part of a step.
 
-    `row` is the request's row of the token history and page table, `generation` counts the owners that row has had, `slot`
-    is its slot of the state pools. `start` is the number of tokens computed before this step: for prefill it is exact; for
-    decode and verify the device derives it from the token history, since a step may be planned before the last one ended.
+    `row` is the request's row of the token history and page table, `generation` counts the owners that row has had,
+    `slot` is its slot of the state pools. `start` is the number of tokens computed before this step: for prefill it
+    is exact; for decode and verify the device derives it from the token history, since a step may be planned before
+    the last one ended.
     """
 
     row: int
@@ -75,7 +76,7 @@ class PageGrant:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: its entries ordered decode, verify, prefill, and the pages granted to them. Frozen, so it can be compared."""
+    """One step: its entries ordered decode, verify, prefill, and the pages granted to them."""
 
     step_id: int
     bucket: Bucket

@@ -1,7 +1,8 @@
 """The sequence table: what the kernels of a step read about its sequences, in fixed int32 buffers.
 
-The host packs what it knows into one array (`pack`), which one copy brings to the device; `prepare`, the first node of the
-step, derives the rest there from the token history, so that a step can be planned before the one ahead of it has ended.
+The host packs what it knows into one array (`pack`), which one copy brings to the device; `prepare`, the first node
+of the step, derives the rest there from the token history, so that a step can be planned before the one ahead of it
+has ended.
 """
 
 from dataclasses import dataclass
@@ -167,5 +168,3 @@ def _views(flat, shapes: dict[str, tuple[int, ...]]):  # type: ignore[no-untyped
         views[name] = flat[offset : offset + size].reshape(shape)
         offset += size
     return views
-
-
