@@ -11,6 +11,7 @@ from deltagram.models.config import ModelConfig, Qwen4ExpConfig, Qwen35Config
 from deltagram.models.qwen3_5 import Qwen35
 from deltagram.models.qwen4_exp import IN_DEVICE, Qwen4Exp
 from deltagram.models.weights import Checkpoint, check_weights, load_weights, open_checkpoint
+from deltagram.ngram import checksums
 from deltagram.ngram.checkpoint import TensorInfo
 from deltagram.ngram.placement import Placement
 
@@ -44,13 +45,15 @@ def load_model(
     one.
 
     `progress` is called with the bytes of each piece read. `ngram_placement` is where memory tables live:
-    ngram/placement.py. Raises ValueError with every problem found.
+    ngram/placement.py. Tables are compared with their checksums if the folder has them. Raises ValueError with every
+    problem found.
     """
     placement = Placement.parse(ngram_placement)
     checkpoint = open_checkpoint(folder)
     shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
     table_dtype = _table_dtype(checkpoint, dtype)
     check_weights(checkpoint, build(config, max_context, meta_factory(dtype), table_dtype).weights(shapes))
+    checksums.verify(folder, [info for name, info in checkpoint.tensors.items() if ".ngram_embedding." in name])
     model = build(config, max_context, Factory(device, dtype), table_dtype, placement, checkpoint.tensors)
     load_weights(checkpoint, model.weights(shapes), progress)
     if isinstance(model, Qwen4Exp):

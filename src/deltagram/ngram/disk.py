@@ -1,8 +1,8 @@
 """Rows read from the checkpoint's own files, as they lie there: no conversion, no copy of the table, bounded memory.
 
-Reads are small and random. Each row is read once a lookup, however often its id occurs; the kernel is told of all of
-them before the first is waited for, so that many are in flight, and not to read ahead of any. Nothing is mapped: mapped
-pages count as the process's, and fall to its limits.
+Reads are small and random. Each row is read once a lookup, however often its id occurs; the kernel is told of all those
+it has to fetch before the first is waited for, so that many are in flight, and not to read ahead of any. Nothing is
+mapped: mapped pages count as the process's, and fall to its limits.
 """
 
 import os
@@ -117,15 +117,20 @@ class DiskStore:
         self._files = {}
 
     def _read(self, rows: list[int], owners: list[Segment], targets: np.ndarray) -> None:
-        places = [
-            (self._files[owner.file], owner.offset + (row - owner.first) * owner.width)
-            for row, owner in zip(rows, owners, strict=True)
-        ]
-        for (descriptor, offset), owner in zip(places, owners, strict=True):
-            os.posix_fadvise(descriptor, offset, owner.width, os.POSIX_FADV_WILLNEED)
-        for row, owner, place, target in zip(rows, owners, places, targets, strict=True):
+        """Fill `targets` with `rows`: those in the page cache at once, the others once all of them are asked for."""
+        waiting = []
+        for row, owner, target in zip(rows, owners, targets, strict=True):
+            descriptor, offset = self._files[owner.file], owner.offset + (row - owner.first) * owner.width
             try:
-                count = os.preadv(place[0], [target.data], place[1])
+                found = os.preadv(descriptor, [target.data], offset, os.RWF_NOWAIT) == owner.width
+            except OSError:  # not in the cache, or a file system that does not say
+                found = False
+            if not found:
+                os.posix_fadvise(descriptor, offset, owner.width, os.POSIX_FADV_WILLNEED)
+                waiting.append((row, owner, target, descriptor, offset))
+        for row, owner, target, descriptor, offset in waiting:
+            try:
+                count = os.preadv(descriptor, [target.data], offset)
             except OSError as error:
                 raise ValueError(f"reading row {row} of {owner.name} from {owner.file} failed: {error}") from error
             if count != owner.width:

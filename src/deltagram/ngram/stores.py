@@ -109,19 +109,19 @@ class HostStore(DeviceStore):
 
     def measure_crossover(self) -> int:
         """The most rows for which reading in place is at least as fast as gathering, measured here and now."""
-        generator = torch.Generator().manual_seed(0)
         best = 0
         for rows in (256 << power for power in range(9)):
-            ids = torch.randint(self.num_rows, (rows,), generator=generator).to(self.device)
-            if self._seconds(ids, super().lookup) > self._seconds(ids, self.gather):
+            if self._seconds(rows, super().lookup) > self._seconds(rows, self.gather):
                 break
             best = rows
         return best
 
-    def _seconds(self, ids: Tensor, lookup: Callable[..., Tensor]) -> float:
-        out = torch.empty(*ids.shape, self.format.row_bytes, dtype=torch.uint8, device=self.device)
+    def _seconds(self, rows: int, lookup: Callable[..., Tensor]) -> float:
+        """Of a lookup of `rows` random rows, which are others every time: none is in a cache."""
+        out = torch.empty(rows, self.format.row_bytes, dtype=torch.uint8, device=self.device)
         times = []
         for _ in range(6):
+            ids = torch.randint(self.num_rows, (rows,), device=self.device)
             torch.cuda.synchronize(self.device)
             begin = time.perf_counter()
             lookup(ids, None, out)
