@@ -11,7 +11,8 @@ A sequence whose request has computed nothing before starts from zero, whatever 
 its slot. The final state is written back to the slot. Rows of tokens that are not prefill are left as they are.
 
 The kernels run it in two launches: one works out, for every chunk on its own, A = (I + ...)^-1 diag(beta) and
-P = lower(D_ij q_i . k_j); the other walks each sequence's chunks, with U = A (V - exp(G) (K S^T)).
+P = lower(D_ij q_i . k_j); the other walks each sequence's chunks, with U = A (V - exp(G) (K S^T)). fp32 inputs, and key
+heads larger than 128, are taken token by token instead: exact, and slow. No published model has such key heads.
 
 Shapes: q, k [T, H, K] (k normalised, q normalised and scaled), v [T, HV, V] (rows may be strided), g and beta [T, HV]
 fp32; state [slots, HV, V, K], updated in place; chunks [NT, 2] (sequence, index; sequence -1 is padding, ordered by
@@ -137,12 +138,10 @@ def _chunk_kernel(  # type: ignore[no-untyped-def]
     HV: tl.constexpr,
     K: tl.constexpr,
     BK: tl.constexpr,
-    EXACT: tl.constexpr,
 ):
     n = tl.load(chunks + 2 * tl.program_id(0))
     if n < 0:
         return
-    PRECISION: tl.constexpr = "tf32x3" if EXACT else "tf32"
     hv = tl.program_id(1)
     h = hv // (HV // H)
     begin = tl.load(cu_tokens + n).to(tl.int64) + tl.load(chunks + 2 * tl.program_id(0) + 1) * 64
@@ -160,20 +159,25 @@ def _chunk_kernel(  # type: ignore[no-untyped-def]
 
     lower = i[:, None] >= i[None, :]
     decay = tl.exp(tl.where(lower, decay_log[:, None] - decay_log[None, :], float("-inf")))
-    products = tl.dot(q_c, tl.trans(k_c), input_precision=PRECISION) * decay
+    products = tl.dot(q_c, tl.trans(k_c)) * decay
     at = (token * HV + hv)[:, None] * 64 + i[None, :]
     tl.store(mixed + at, products.to(mixed.dtype.element_ty), mask=real[:, None])
 
-    system = tl.dot(k_c, tl.trans(k_c), input_precision=PRECISION) * decay * strength[:, None]
+    system = tl.dot(k_c, tl.trans(k_c)) * decay * strength[:, None]
     system = tl.where(i[:, None] > i[None, :], system, 0.0)
     inverse = _invert_blocks(system)
     # (I + L)^-1 = (I + M)^-1 D with M = D (L off the diagonal blocks); M^4 = 0, so (I + M)^-1 = (I - M)(I + M^2)
     below = tl.where((i[:, None] // 16) > (i[None, :] // 16), system, 0.0)
-    step = tl.dot(inverse, below, input_precision=PRECISION)
+    step = tl.dot(inverse, below)
     even = tl.where(i[:, None] == i[None, :], 1.0, 0.0) - step
-    even += tl.dot(even, tl.dot(step, step, input_precision=PRECISION), input_precision=PRECISION)
-    inverse = tl.dot(even, inverse, input_precision=PRECISION)
+    even += tl.dot(even, tl.dot(step, step))
+    inverse = tl.dot(even, inverse)
     tl.store(solved + at, (inverse * strength[None, :]).to(solved.dtype.element_ty), mask=real[:, None])
+
+
+# A one-buffer loop or narrower tiles are not a choice: ptxas 12.8 then keeps the descriptors of the products where
+# they are lost now and then, and the kernel reads outside its shared memory.
+_BV, _STAGES = 32, 2
 
 
 @jit
@@ -231,22 +235,66 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
         from_start = tl.exp(decay_log)[:, None]
 
         operand = s.to(k_c.dtype)
-        rest = v_c.to(tl.float32) - from_start * tl.dot(k_c, operand, input_precision="tf32x3")
-        u = tl.dot(a_c, rest.to(k_c.dtype), input_precision="tf32x3")
-        o = from_start * tl.dot(q_c, operand, input_precision="tf32x3")
-        o += tl.dot(p_c, u.to(k_c.dtype), input_precision="tf32x3")
+        rest = v_c.to(tl.float32) - from_start * tl.dot(k_c, operand)
+        u = tl.dot(a_c, rest.to(k_c.dtype))
+        o = from_start * tl.dot(q_c, operand)
+        o += tl.dot(p_c, u.to(k_c.dtype))
         tl.store(out + (token * HV + hv)[:, None] * V + value[None, :], o.to(out.dtype.element_ty), mask=valued)
         to_end = (u * tl.exp(whole - decay_log)[:, None]).to(k_c.dtype)
-        s = tl.dot(tl.trans(k_c), to_end, s * tl.exp(whole), input_precision="tf32x3")
+        s = tl.dot(tl.trans(k_c), to_end, s * tl.exp(whole))
     tl.store(at, s.to(state.dtype.element_ty), mask=held)
 
 
-def _tiles(key_dim: int, value_dim: int, exact: bool) -> dict[str, int]:
-    """A program's part of a state, its warps and its loads in flight: by the model's shapes alone, since they decide
-    bits."""
-    columns = power_of_two(key_dim, 16)
-    wide = columns > 128 or exact
-    return {"BK": columns, "BV": min(power_of_two(value_dim, 16), 16 if wide else 32), "STAGES": 1 if wide else 2}
+@jit
+def _token_kernel(  # type: ignore[no-untyped-def]
+    q,
+    k,
+    v,
+    g,
+    beta,
+    state,
+    kind,
+    cu_tokens,
+    start,
+    slot,
+    out,
+    q_stride,
+    k_stride,
+    v_stride,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
+    n = tl.program_id(1) // HV
+    if tl.load(kind + n) != 2:
+        return
+    hv = tl.program_id(1) % HV
+    h = hv // (HV // H)
+    key = tl.arange(0, BK)
+    value = tl.program_id(0) * BV + tl.arange(0, BV)
+    keyed, valued = key < K, value < V
+    line = state + (tl.load(slot + n).to(tl.int64) * HV + hv) * (V * K)
+    at = line + value[:, None] * K + key[None, :]
+    held = valued[:, None] & keyed[None, :]
+    s = tl.load(at, mask=held & (tl.load(start + n) > 0), other=0).to(tl.float32)
+    for token in range(tl.load(cu_tokens + n).to(tl.int64), tl.load(cu_tokens + n + 1).to(tl.int64)):
+        k_t = tl.load(k + token * k_stride + h * K + key, mask=keyed, other=0).to(tl.float32)
+        q_t = tl.load(q + token * q_stride + h * K + key, mask=keyed, other=0).to(tl.float32)
+        v_t = tl.load(v + token * v_stride + hv * V + value, mask=valued, other=0).to(tl.float32)
+        s *= tl.exp(tl.load(g + token * HV + hv))
+        u = tl.load(beta + token * HV + hv) * (v_t - tl.sum(s * k_t[None, :], 1))
+        s += u[:, None] * k_t[None, :]
+        o = tl.sum(s * q_t[None, :], 1)
+        tl.store(out + (token * HV + hv) * V + value, o.to(out.dtype.element_ty), mask=valued)
+    tl.store(at, s.to(state.dtype.element_ty), mask=held)
+
+
+def _token_tiles(key_dim: int, value_dim: int) -> dict[str, int]:
+    columns = power_of_two(key_dim)
+    return {"BK": columns, "BV": max(1, min(power_of_two(value_dim), 1024 // columns))}
 
 
 def _launch(
@@ -267,31 +315,40 @@ def _launch(
     value_heads, value_dim = v.shape[1:]
     assert state.is_contiguous() and out.is_contiguous() and g.is_contiguous() and beta.is_contiguous()
     assert q.stride()[1:] == k.stride()[1:] == (key_dim, 1) and v.stride()[1:] == (value_dim, 1)
-    exact = q.dtype == torch.float32
-    tiles = _tiles(key_dim, value_dim, exact)
+    shape = {"H": heads, "HV": value_heads, "K": key_dim}
+    strides = q.stride(0), k.stride(0), v.stride(0)
+    programs = len(kind) * value_heads
+    if q.dtype == torch.float32 or key_dim > 128:
+        tiles = _token_tiles(key_dim, value_dim)
+        _token_kernel[-(-value_dim // tiles["BV"]), programs](
+            q, k, v, g, beta, state, kind, cu_tokens, start, slot, out, *strides,
+            **shape, V=value_dim, **tiles, num_warps=1,
+        )  # fmt: skip
+        return
+    columns = power_of_two(key_dim, 16)
     decays = torch.empty_like(g)
     solved, mixed = q.new_empty(2, num_tokens, value_heads, CHUNK)
-    shape = {"H": heads, "HV": value_heads, "K": key_dim}
     _chunk_kernel[len(chunks), value_heads](
-        q, k, g, beta, chunks, cu_tokens, decays, solved, mixed, q.stride(0), k.stride(0),
-        **shape, BK=tiles["BK"], EXACT=exact, num_warps=4,
-    )  # fmt: skip
-    _walk_kernel[-(-value_dim // tiles["BV"]), len(kind) * value_heads](
-        q, k, v, decays, solved, mixed, state, kind, cu_tokens, start, slot, out,
-        q.stride(0), k.stride(0), v.stride(0), **shape, V=value_dim, **tiles, num_warps=4,
+        q, k, g, beta, chunks, cu_tokens, decays, solved, mixed, *strides[:2], **shape, BK=columns, num_warps=4
+    )
+    _walk_kernel[-(-value_dim // _BV), programs](
+        q, k, v, decays, solved, mixed, state, kind, cu_tokens, start, slot, out, *strides,
+        **shape, V=value_dim, BK=columns, BV=_BV, STAGES=_STAGES, num_warps=4,
     )  # fmt: skip
 
 
 def ahead_of_time() -> list[Build]:
-    builds = []
-    for dtype, key_dim, value_dim in (("*bf16", 128, 128), ("*bf16", 256, 64), ("*fp32", 64, 128)):
-        exact = dtype == "*fp32"
-        tiles = _tiles(key_dim, value_dim, exact)
-        types = dict.fromkeys(("q", "k", "v", "solved", "mixed", "out"), dtype)
-        types |= dict.fromkeys(("g", "beta", "decays", "state"), "*fp32")
-        types |= dict.fromkeys(("chunks", "kind", "cu_tokens", "start", "slot"), "*i32")
-        types |= dict.fromkeys(("q_stride", "k_stride", "v_stride"), "i32")
-        shape = {"H": 16, "HV": 32, "K": key_dim}
-        builds.append(Build(_chunk_kernel, types, {**shape, "BK": tiles["BK"], "EXACT": exact}))
-        builds.append(Build(_walk_kernel, types, {**shape, "V": value_dim, **tiles}))
-    return builds
+    types = dict.fromkeys(("q", "k", "v", "solved", "mixed", "out"), "*bf16")
+    types |= dict.fromkeys(("g", "beta", "decays", "state"), "*fp32")
+    types |= dict.fromkeys(("chunks", "kind", "cu_tokens", "start", "slot"), "*i32")
+    types |= dict.fromkeys(("q_stride", "k_stride", "v_stride"), "i32")
+    shape = {"H": 16, "HV": 32, "K": 128}
+    walk = {**shape, "V": 128, "BK": 128, "BV": _BV, "STAGES": _STAGES}
+    exact = types | dict.fromkeys(("q", "k", "v", "out"), "*fp32")
+    return [
+        Build(_chunk_kernel, types, {**shape, "BK": 128}),
+        Build(_walk_kernel, types, walk),
+        Build(_walk_kernel, types | {"state": "*bf16"}, walk | {"K": 64, "BK": 64, "V": 256}),
+        Build(_token_kernel, exact, {**shape, "V": 128, **_token_tiles(128, 128)}, {"num_warps": 1}),
+        Build(_token_kernel, types, {**shape, "K": 256, "V": 64, **_token_tiles(256, 64)}, {"num_warps": 1}),
+    ]
