@@ -98,3 +98,33 @@ def start(tiny, tmp_path):
     yield start
     for running in started:
         running.close()
+
+
+def with_worker(name: str) -> tuple[str, ...]:
+    """The command, with the engine process of a file beside this one."""
+    code = f"""
+import functools, sys
+from deltagram.serving import command
+from deltagram.cli import main
+command.serve = functools.partial(command.serve, command=(sys.executable, {str(Path(__file__).with_name(name))!r}))
+main()
+"""
+    return (sys.executable, "-c", code, "serve")
+
+
+@pytest.fixture
+def start_faulty(start):
+    """Like `start`, with the engine process of faulty_worker.py."""
+    return lambda *arguments: start(*arguments, command=with_worker("faulty_worker.py"))
+
+
+@pytest.fixture
+def start_paced(start):
+    """Like `start`, with the engine process of paced_worker.py."""
+    return lambda *arguments, **rest: start(*arguments, command=with_worker("paced_worker.py"), **rest)
+
+
+@pytest.fixture
+def command_line():
+    """The words of the command, without arguments."""
+    return COMMAND

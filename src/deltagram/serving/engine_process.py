@@ -95,6 +95,10 @@ class Flight:
             self.fail(EngineFailed("the answer was not read as fast as it was written"))
         self._news.set()
 
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
+
     def seconds_per_token(self, index: int) -> float | None:
         """Of a sequence after its first token, if there were more."""
         first, last, count = self._progress[index]
@@ -278,3 +282,5 @@ class EngineProcess:
             flight.put(sequence, Piece(index, text, token_ids, logprobs, reason), now)
             if reason is not None and (seconds := flight.seconds_per_token(index)) is not None:
                 self.metrics.tpot.observe(seconds)
+            if flight.failed:
+                self.abort(flight)
