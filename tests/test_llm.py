@@ -130,9 +130,7 @@ def test_parameters_that_do_not_fit_the_model_or_the_call_are_refused(llm: LLM) 
         ({"max_context": 1}, ["max_context must be at least 2"]),
         (
             {"max_num_tokens": 66, "max_num_sequences": 4},
-            [
-                "max_num_tokens must be at least 67, a prefill chunk of 64 beside a token for each other of"
-            ],
+            ["max_num_tokens must be at least 67, a prefill chunk of 64 beside a token for each other of"],
         ),
         (
             {"max_num_sequences": 0, "max_num_tokens": 5.0, "max_context": True, "cache_bytes": -1, "poison": 1},

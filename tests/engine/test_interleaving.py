@@ -217,7 +217,7 @@ def test_any_interleaving_equals_each_request_alone(benches: dict[str, Bench]) -
         seen["schedules"] += 1
         run(schedule, benches[schedule.shape], seen)
 
-    check(); print(dict(seen))
+    check()
     assert seen["close"] <= 1
     assert seen["schedules"] >= 200 and seen["tokens"] > 5000
     least = {"preempt": 50, "pushed out": 40, "mixed": 200, "padding": 1000, "aborted": 20, "break off": 20}
