@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from deltagram import LLM, SamplingParams
-from deltagram.layers.rotary import Rotary
+from deltagram.attention.layer import Attention
 from deltagram.testing.checkpoints import END_OF_TURN, write_tiny_checkpoint
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -265,16 +265,16 @@ def test_a_stream_closed_early_frees_everything(llm: LLM) -> None:
 
 def broken(monkeypatch: pytest.MonkeyPatch, error: BaseException, calls: int) -> Callable[[], None]:
     """Raise `error` in the middle of the `calls`-th step from now on; returns what mends it."""
-    whole, left = Rotary.at, [calls * 2 - 1]  # the first call of a step is the model's, the others are the indexer's
+    whole, left = Attention.__call__, [calls]  # once a step: the tiny model has one attention layer
 
-    def at(self: Rotary, *arguments: Any) -> Any:
+    def attend(self: Attention, *arguments: Any) -> Any:
         left[0] -= 1
         if left[0] == 0:
             raise error
         return whole(self, *arguments)
 
-    monkeypatch.setattr(Rotary, "at", at)
-    return lambda: monkeypatch.setattr(Rotary, "at", whole)
+    monkeypatch.setattr(Attention, "__call__", attend)
+    return lambda: monkeypatch.setattr(Attention, "__call__", whole)
 
 
 @pytest.mark.parametrize("calls", [1, 2, 5])

@@ -28,11 +28,6 @@ class LayerCache:
     block_keys: Tensor | None = None
 
 
-def write(pool: Tensor, values: Tensor, cache_index: Tensor, num_tokens: int) -> None:
-    """pool [pages, page size, ...] <- values [T, ...] at the flat places `cache_index` of the first `num_tokens` tokens."""
-    pool.view(-1, *pool.shape[2:])[cache_index[:num_tokens]] = values[:num_tokens].to(pool.dtype)
-
-
 class PagePool:
     """Hands out pages, and takes them back. Page ids are the pool's own; a page has one owner."""
 

@@ -1,21 +1,22 @@
 """The QSA indexer of Qwen4-Exp: which blocks of past tokens an attention layer looks at."""
 
-import torch
 from torch import Tensor
 
-from deltagram.attention.cache import LayerCache, write
+from deltagram.attention.cache import LayerCache
+from deltagram.kernels.cache_write import cache_write
+from deltagram.kernels.pool_blocks import pool_blocks
 from deltagram.kernels.select_blocks import select_blocks
 from deltagram.layers.basic import Factory, Linear, RMSNorm
-from deltagram.layers.rotary import Rotary, rotate
+from deltagram.layers.rotary import Rotary
 from deltagram.step.sequences import SequenceTable
 
 
 class Indexer:
     """Scores complete blocks of `block_size` tokens against small queries and picks the `top_k` best for each token.
 
-    A block's key is the fp32 mean of its tokens' raw keys, normalised and turned to the block's first position. It is pooled
-    by the step that brings the block's last token. A rejected draft may have pooled a block too early; the token that takes
-    its place pools it again before any query can see it.
+    A block's key is the fp32 mean of its tokens' raw keys, normalised and turned to the block's first position. It is
+    pooled by the step that brings the block's last token. A rejected draft may have pooled a block too early; the
+    token that takes its place pools it again before any query can see it.
     """
 
     def __init__(
@@ -27,23 +28,31 @@ class Indexer:
         self.q_norm = RMSNorm(head_dim, eps, make)
         self.k_norm = RMSNorm(head_dim, eps, make)
 
-    def __call__(
-        self, x: Tensor, table: SequenceTable, rotary: Rotary, cos: Tensor, sin: Tensor, cache: LayerCache
-    ) -> Tensor | None:
-        """x [T, hidden] -> int32 [T, top_k], the chosen blocks; None where the step's contexts have no more blocks than are chosen.
+    def __call__(self, x: Tensor, table: SequenceTable, rotary: Rotary, cache: LayerCache) -> Tensor | None:
+        """x [T, hidden] -> int32 [T, top_k], the chosen blocks; None where the step's contexts have no more blocks
+        than are chosen.
 
         The cache takes the tokens' index keys either way.
         """
         assert cache.index_keys is not None and cache.block_keys is not None
         projected = self.project(x).unflatten(1, (self.num_heads + 1, self.head_dim))
-        num_tokens = int(table.counts[0])
-        write(cache.index_keys, projected[:, -1], table.cache_index, num_tokens)
-        self._pool_blocks(table, rotary, cache, num_tokens)
+        cache_write(cache.index_keys, projected[:, -1], table.cache_index, table.cu_tokens)
+        pool_blocks(
+            cache.index_keys,
+            cache.block_keys,
+            self.k_norm.scale,
+            rotary.cos,
+            rotary.sin,
+            table.position,
+            table.cache_index,
+            table.cu_tokens,
+            self.block_size,
+            self.k_norm.eps,
+        )
         if int(table.length.max()) // self.block_size <= self.top_k:
             return None
-        queries = rotate(self.q_norm(projected[:, :-1]), cos, sin)
         return select_blocks(
-            queries,
+            rotary.normed(projected[:, :-1], self.q_norm, table.position),
             cache.block_keys,
             table.page_table,
             table.row,
@@ -53,19 +62,6 @@ class Indexer:
             self.block_size,
             self.top_k,
         )
-
-    def _pool_blocks(self, table: SequenceTable, rotary: Rotary, cache: LayerCache, num_tokens: int) -> None:
-        assert cache.index_keys is not None and cache.block_keys is not None
-        position = table.position[:num_tokens]
-        ends = ((position + 1) % self.block_size == 0).nonzero().squeeze(1)
-        if len(ends) == 0:
-            return
-        last = table.cache_index[ends]  # a block lies within one page, so its tokens lie side by side
-        members = last[:, None] - torch.arange(self.block_size - 1, -1, -1, device=last.device)
-        raw = cache.index_keys.view(-1, self.head_dim)[members]
-        pooled = self.k_norm(raw.float().mean(1).to(raw.dtype))
-        cos, sin = rotary.at(position[ends] - (self.block_size - 1), pooled.dtype)
-        cache.block_keys.view(-1, self.head_dim)[last // self.block_size] = rotate(pooled[:, None], cos, sin)[:, 0]
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         return (

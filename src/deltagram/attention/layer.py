@@ -2,19 +2,21 @@
 
 from torch import Tensor
 
-from deltagram.attention.cache import LayerCache, write
+from deltagram.attention.cache import LayerCache
 from deltagram.attention.indexer import Indexer
+from deltagram.kernels.cache_write import cache_write
 from deltagram.kernels.paged_attention import paged_attention
 from deltagram.layers.basic import Factory, Linear, RMSNorm
-from deltagram.layers.rotary import Rotary, rotate
+from deltagram.layers.rotary import Rotary
 from deltagram.step.sequences import SequenceTable
 
 
 class Attention:
     """Grouped-query attention; `q_proj` yields [query | gate] per head, and the output is multiplied by sigmoid(gate).
 
-    `indexer`, if any, limits each token to the blocks it selects; it is left out where its budget covers every context the
-    engine admits, since it then selects everything. `cache` is the layer's part of the pages, set by the engine.
+    `indexer`, if any, limits each token to the blocks it selects; it is left out where its budget covers every
+    context the engine admits, since it then selects everything. `cache` is the layer's part of the pages, set by the
+    engine.
     """
 
     def __init__(
@@ -40,17 +42,16 @@ class Attention:
         self.indexer = indexer
         self.cache: LayerCache | None = None
 
-    def __call__(self, x: Tensor, table: SequenceTable, rotary: Rotary, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [T, hidden] -> [T, hidden]. cos, sin: `rotary.at` the tokens' positions."""
+    def __call__(self, x: Tensor, table: SequenceTable, rotary: Rotary) -> Tensor:
+        """x [T, hidden] -> [T, hidden]."""
         cache = self.cache
         assert cache is not None, "the layer has no pages"
         query_gate, key, value = self.project.split(x)
         query, gate = query_gate.unflatten(1, (self.num_heads, 2 * self.head_dim)).chunk(2, -1)
-        query = rotate(self.q_norm(query), cos, sin)
-        key = rotate(self.k_norm(key.unflatten(1, (self.num_kv_heads, self.head_dim))), cos, sin)
-        num_tokens = int(table.counts[0])
-        write(cache.keys, key, table.cache_index, num_tokens)
-        write(cache.values, value.unflatten(1, (self.num_kv_heads, self.head_dim)), table.cache_index, num_tokens)
+        query = rotary.normed(query, self.q_norm, table.position)
+        key = rotary.normed(key.unflatten(1, (self.num_kv_heads, self.head_dim)), self.k_norm, table.position)
+        cache_write(cache.keys, key, table.cache_index, table.cu_tokens)
+        cache_write(cache.values, value, table.cache_index, table.cu_tokens)
         sparse = self.indexer is not None and cache.index_keys is not None
         heads = paged_attention(
             query,
@@ -62,10 +63,11 @@ class Attention:
             table.length,
             table.position,
             self.head_dim**-0.5,
-            self.indexer(x, table, rotary, cos, sin, cache) if sparse and self.indexer else None,
+            self.indexer(x, table, rotary, cache) if sparse and self.indexer else None,
             self.indexer.block_size if self.indexer else 1,
+            gate,
         )
-        return self.out((heads * gate.sigmoid()).flatten(1))
+        return self.out(heads.flatten(1))
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         named = self.project.tensors(prefix) | self.out.tensors(prefix)

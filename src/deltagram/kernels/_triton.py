@@ -10,9 +10,12 @@ compiles one for a GPU that need not be there.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
+from importlib import import_module
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 try:
     import triton
@@ -29,7 +32,7 @@ except ImportError as error:
         return function or (lambda decorated: decorated)
 
 
-Impl = Literal["reference", "triton"] | None
+Impl = Literal["reference", "compiled", "triton"] | None
 Op = TypeVar("Op", bound=Callable[..., object])
 
 
@@ -62,21 +65,41 @@ def compile_ahead(build: Build, capability: int) -> Any:
     return compile(source, target=GPUTarget("cuda", capability, 32), options=dict(build.options))
 
 
-def choose(impl: Impl, device: torch.device, reference: Op, launch: Op) -> Op:
-    """The body an op runs: `impl` if given, else the reference for CPU tensors and the kernel for CUDA tensors.
+def choose(impl: Impl, where: Tensor | torch.device, reference: Op, launch: Op, compiled: Op | None = None) -> Op:
+    """The body an op runs, for tensors like `where`: `impl` if given. Else CUDA tensors take the kernel; fp32 ones on
+    a CPU the compiled body, if the op has one; all others the reference.
 
-    Raises ValueError for an unknown `impl`, RuntimeError where the kernel is asked for and cannot be had: never the
-    other one.
+    Raises ValueError for an unknown `impl` or a compiled body that is not there, RuntimeError where the kernel is
+    asked for and cannot be had: never another one than said here.
     """
-    if impl not in (None, "reference", "triton"):
-        raise ValueError(f"impl must be 'reference', 'triton' or None, got {impl!r}")
-    if impl == "reference" or (impl is None and device.type == "cpu"):
+    cuda = where.is_cuda if isinstance(where, Tensor) else where.type == "cuda"
+    if impl is None:
+        if not cuda:
+            return compiled if compiled is not None and getattr(where, "dtype", None) is torch.float32 else reference
+    elif impl == "reference":
         return reference
-    if triton is None:
+    elif impl == "compiled":
+        if compiled is None or getattr(where, "dtype", None) is not torch.float32 or cuda:
+            raise ValueError("impl 'compiled' is for float32 tensors on a CPU, of an op that has such a body")
+        return compiled
+    elif impl != "triton":
+        raise ValueError(f"impl must be 'reference', 'compiled', 'triton' or None, got {impl!r}")
+    if launch is not reference and triton is None:
+        device = where.device if isinstance(where, Tensor) else where
         raise RuntimeError(
             f"tensors on {device} need Triton, which did not import ({TRITON_ERROR}): pip install 'deltagram[gpu]'"
         )
     return launch
+
+
+def on_cpu(name: str) -> Any:
+    """The compiled body of op `name`, in kernels/_cpu_<name>.py, imported when it is first called."""
+
+    @cache
+    def body() -> Any:
+        return getattr(import_module(f"deltagram.kernels._cpu_{name}"), name)
+
+    return lambda *arguments: body()(*arguments)
 
 
 def power_of_two(size: int, least: int = 1) -> int:

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltagram.kernels._triton import Build, Impl, choose, jit, power_of_two, tl
+from deltagram.kernels._triton import Build, Impl, choose, jit, on_cpu, power_of_two, tl
 
 
 def causal_conv1d(
@@ -41,7 +41,7 @@ def causal_conv1d(
     reach = (weight.shape[1] - 1) * dilation
     if ring.shape[1] < reach:
         raise ValueError(f"a ring of {ring.shape[1]} entries is too short for a kernel that reaches back {reach}")
-    body = choose(impl, x.device, _reference, _launch)
+    body = choose(impl, x, _reference, _launch, _compiled if ring.dtype == weight.dtype == torch.float32 else None)
     return body(x, weight, ring, cu_tokens, sequence, position, start, slot, dilation)
 
 
@@ -104,6 +104,9 @@ def _lags(width: int, dilation: int, device: torch.device) -> Tensor:
 @functools.lru_cache(maxsize=64)
 def _ticks(count: int, device: torch.device) -> Tensor:
     return torch.arange(count, dtype=torch.int32, device=device)
+
+
+_compiled = on_cpu("causal_conv1d")
 
 
 @jit(do_not_specialize=["num_rows", "num_sequences"])

@@ -26,7 +26,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deltagram.kernels._triton import Build, Impl, choose, jit, power_of_two, tl
+from deltagram.kernels._triton import Build, Impl, choose, jit, on_cpu, power_of_two, tl
 
 CHUNK = 64
 
@@ -47,7 +47,8 @@ def gated_delta_chunk(
     impl: Impl = None,
 ) -> None:
     """See the file's docstring."""
-    choose(impl, q.device, _reference, _launch)(q, k, v, g, beta, state, chunks, kind, cu_tokens, start, slot, out)
+    body = choose(impl, q, _reference, _launch, _compiled if state.dtype == torch.float32 else None)
+    body(q, k, v, g, beta, state, chunks, kind, cu_tokens, start, slot, out)
 
 
 def _reference(
@@ -102,6 +103,9 @@ def _reference(
         o = q_c[c] @ s.transpose(-1, -2) + query_products[c] @ u
         state[slots[c]] = (s * whole[c] + u.transpose(-1, -2) @ to_end[c]).to(state.dtype)
         out[token[c][valid[c]]] = o.transpose(1, 2)[valid[c]].to(out.dtype)
+
+
+_compiled = on_cpu("gated_delta_chunk")
 
 
 @jit

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltagram.kernels._triton import Build, Impl, choose, jit, power_of_two, tl
+from deltagram.kernels._triton import Build, Impl, choose, jit, on_cpu, power_of_two, tl
 
 
 def gated_delta_prep(
@@ -30,7 +30,7 @@ def gated_delta_prep(
     impl: Impl = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See the file's docstring. `key_dim` is K, the size of one key head."""
-    body = choose(impl, qkv.device, _reference, _launch)
+    body = choose(impl, qkv, _reference, _launch, _compiled if a.dtype == b.dtype == torch.float32 else None)
     return body(qkv, a, b, A_log, dt_bias, num_key_heads, key_dim)
 
 
@@ -46,6 +46,9 @@ def _reference(
     v = qkv[:, 2 * keys :].unflatten(1, (a.shape[1], -1))
     g = F.softplus(a.to(dtype) + dt_bias.to(dtype)).mul_(A_log.to(dtype).exp().neg_())
     return q, k, v, g, b.to(dtype).sigmoid()
+
+
+_compiled = on_cpu("gated_delta_prep")
 
 
 @jit(do_not_specialize=["num_tokens"])

@@ -25,7 +25,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deltagram.kernels._triton import Build, Impl, choose, jit, power_of_two, tl
+from deltagram.kernels._triton import Build, Impl, choose, jit, on_cpu, power_of_two, tl
 
 _VERIFY = 1  # kinds: decode 0, verify 1, prefill 2, padding 3; decode and verify come first in a step
 
@@ -47,7 +47,7 @@ def gated_delta_recurrent(
     impl: Impl = None,
 ) -> None:
     """See the file's docstring."""
-    body = choose(impl, q.device, _reference, _launch)
+    body = choose(impl, q, _reference, _launch, _compiled if state.dtype == torch.float32 else None)
     body(q, k, v, g, beta, state, kind, cu_tokens, start, pending, slot, out, rings)
 
 
@@ -116,6 +116,9 @@ def _read(s: Tensor, q: Tensor) -> Tensor:
     grouped = rows * q.shape[1]
     query = q.to(s.dtype).reshape(grouped, key_dim, 1)
     return (s.view(grouped, -1, key_dim) @ query).view(rows, value_heads, value_dim)
+
+
+_compiled = on_cpu("gated_delta_recurrent")
 
 
 @jit

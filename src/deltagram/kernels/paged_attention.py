@@ -2,18 +2,24 @@
 
     o = softmax(scale * q . k) v    over the tokens at positions up to the query's own
 
-With `selected`, a query sees only the tokens of the listed blocks and those after its last complete block (its own included).
-Each key head serves Hq / Hkv consecutive query heads.
+With `selected`, a query sees only the tokens of the listed blocks and those after its last complete block (its own
+included). Each key head serves Hq / Hkv consecutive query heads. With `gate`, the result is multiplied by
+sigmoid(gate).
 
-Shapes: q [T, Hq, D]; k_cache, v_cache [pages, page size, Hkv, D]; page_table [rows, pages a request], row [N], cu_tokens
-[N + 1], length [N], position [T]: int32, as in the sequence table; selected [T, B] int32 block numbers, -1 for none, in any
-order, or None for all; block_size in tokens. Returns [T, Hq, D], zero for padding. What lies in a page past the request's
-length is never read into the result, NaN or not.
+Shapes: q [T, Hq, D]; k_cache, v_cache [pages, page size, Hkv, D]; page_table [rows, pages a request], row [N],
+cu_tokens [N + 1], length [N], position [T]: int32, as in the sequence table; selected [T, B] int32 block numbers, -1
+for none, in any order, or None for all; block_size in tokens; gate [T, Hq, D] (strided, dimensions side by side) or
+None. Returns [T, Hq, D], zero for padding. What lies in a page past the request's length is never read into the
+result, NaN or not.
 """
+
+from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from deltagram.kernels._triton import Impl, choose, on_cpu
 
 
 def paged_attention(
@@ -28,9 +34,12 @@ def paged_attention(
     scale: float,
     selected: Tensor | None = None,
     block_size: int = 1,
+    gate: Tensor | None = None,
+    impl: Impl = None,
 ) -> Tensor:
     """See the file's docstring."""
-    return _reference(q, k_cache, v_cache, page_table, row, cu_tokens, length, position, scale, selected, block_size)
+    body = choose(impl, q, _reference, _reference, _compiled if k_cache.dtype == torch.float32 else None)
+    return body(q, k_cache, v_cache, page_table, row, cu_tokens, length, position, scale, selected, block_size, gate)
 
 
 def _reference(
@@ -45,6 +54,7 @@ def _reference(
     scale: float,
     selected: Tensor | None = None,
     block_size: int = 1,
+    gate: Tensor | None = None,
 ) -> Tensor:
     out = q.new_zeros(q.shape)
     page_size = k_cache.shape[1]
@@ -71,7 +81,13 @@ def _reference(
             enable_gqa=True,
         )
         out[tokens] = attended.transpose(1, 2)
+    if gate is not None:
+        num_tokens = int(cu_tokens[-1])
+        out[:num_tokens] *= gate[:num_tokens].sigmoid()
     return out
+
+
+_compiled = on_cpu("paged_attention")
 
 
 def _in_blocks(selected: Tensor, key_position: Tensor, query_position: Tensor, block_size: int) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltagram.kernels._triton import Build, Impl, choose, jit, power_of_two, tl
+from deltagram.kernels._triton import Build, Impl, choose, jit, on_cpu, power_of_two, tl
 
 
 def rms_norm_gated(
@@ -24,7 +24,8 @@ def rms_norm_gated(
     """See the file's docstring."""
     if activation not in ("silu", "sigmoid"):
         raise ValueError(f"the gate's activation must be 'silu' or 'sigmoid', got {activation!r}")
-    return choose(impl, x.device, _reference, _launch)(x, z, weight, cu_tokens, eps, activation)
+    compiled = _compiled if z.dtype == weight.dtype == torch.float32 else None
+    return choose(impl, x, _reference, _launch, compiled)(x, z, weight, cu_tokens, eps, activation)
 
 
 def _reference(x: Tensor, z: Tensor, weight: Tensor, cu_tokens: Tensor, eps: float, activation: str) -> Tensor:
@@ -36,6 +37,9 @@ def _reference(x: Tensor, z: Tensor, weight: Tensor, cu_tokens: Tensor, eps: flo
     gate = F.silu(gate) if activation == "silu" else gate.sigmoid()
     out = (F.rms_norm(x.to(dtype), x.shape[-1:], weight.to(dtype), eps) * gate).to(z.dtype)
     return F.pad(out, (0, 0, 0, 0, 0, padded - num_tokens)) if num_tokens < padded else out
+
+
+_compiled = on_cpu("rms_norm_gated")
 
 
 @jit(do_not_specialize=["rows"])

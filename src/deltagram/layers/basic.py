@@ -1,14 +1,19 @@
 """Linear maps and RMS norms. Weights are plain tensors; `tensors(prefix)` names them as checkpoints do.
 
-A layer's `tensors` maps each checkpoint name to where its values go: several names may be parts of one tensor, so that what
-is applied together is one matrix product.
+A layer's `tensors` maps each checkpoint name to where its values go: several names may be parts of one tensor, so
+that what is applied together is one matrix product. Once they are loaded, `Factory.pack` brings them into the form
+that ops read on a CPU.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from deltagram.kernels._packed import Matrix, Packed
+from deltagram.kernels.linear import linear
+from deltagram.kernels.rms_norm import rms_norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +22,41 @@ class Factory:
 
     device: torch.device
     dtype: torch.dtype
+    packers: list[Callable[[], None]] = field(default_factory=list)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, device=self.device, dtype=dtype or self.dtype)
+
+    def pack(self) -> None:
+        """Of a model that computes in fp32 on a CPU, pack the weights, one after the other, and compile the kernels that
+        read them. The weights are loaded, and stay as they are from here on."""
+        if self.device.type == "cpu" and self.dtype == torch.float32:
+            from deltagram.kernels._compiled import compile_kernels  # only now: numba takes its time to import
+
+            compile_kernels()
+            for packer in self.packers:
+                packer()
+
+
+class Weight:
+    """A matrix, or a stack of them: a `tensor` [..., outputs, inputs] to load into, until it is packed."""
+
+    def __init__(self, make: Factory, *shape: int) -> None:
+        self._matrix: Matrix = make.empty(*shape)
+        make.packers.append(self._pack)
+
+    @property
+    def tensor(self) -> Tensor:
+        assert isinstance(self._matrix, Tensor), "the weight is packed"
+        return self._matrix
+
+    @property
+    def matrix(self) -> Matrix:
+        """What ops take."""
+        return self._matrix
+
+    def _pack(self) -> None:
+        self._matrix = Packed.of(self.tensor)
 
 
 class Linear:
@@ -31,20 +68,23 @@ class Linear:
     def __init__(self, num_inputs: int, parts: dict[str, int], make: Factory) -> None:
         self.parts = parts
         self.sizes = list(parts.values())
-        self.weight = make.empty(sum(self.sizes), num_inputs)
+        self._weight = Weight(make, sum(self.sizes), num_inputs)
+
+    @property
+    def weight(self) -> Tensor:
+        return self._weight.tensor
+
+    @property
+    def matrix(self) -> Matrix:
+        return self._weight.matrix
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, inputs] -> [T, outputs], the parts side by side."""
-        return F.linear(x, self.weight)
+        """x [T, inputs] -> [T, outputs], the parts side by side; rows may be strided."""
+        return linear(x, self._weight.matrix)
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
         """x [T, inputs] -> one [T, outputs] view a part."""
-        return F.linear(x, self.weight).split(self.sizes, -1)
-
-    def scaled(self, x: Tensor, factor: float) -> Tensor:
-        """The same times `factor`, in one op."""
-        nothing = self.weight.new_empty(1)  # beta = 0: not read
-        return torch.addmm(nothing, x, self.weight.t(), beta=0, alpha=factor)
+        return linear(x, self._weight.matrix).split(self.sizes, -1)
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         weights = self.weight.split(self.sizes)
@@ -58,19 +98,19 @@ class RMSNorm:
     """
 
     def __init__(self, size: int, eps: float, make: Factory, groups: int = 1) -> None:
-        self.size, self.groups = size, groups
-        self.eps = torch.full((), eps, device=make.device)
+        self.size, self.groups, self.eps = size, groups, eps
         self.weight = make.empty(groups * size, dtype=torch.float32)
         self._scale: Tensor | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    @property
+    def scale(self) -> Tensor:
+        """1 + weight: [size], or [groups, size]."""
         if self._scale is None:  # made once, after loading
             self._scale = (1 + self.weight).view(self.groups, self.size) if self.groups > 1 else 1 + self.weight
-        wide = x.float()
-        # torch's rms_norm takes twice as long for the few rows of a decode step
-        norm = torch.linalg.vector_norm(wide, 2, -1, True)
-        inverse = torch.addcmul(self.eps, norm, norm, value=1 / self.size).rsqrt_()
-        return (wide * inverse).mul_(self._scale).to(x.dtype)
+        return self._scale
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.scale, self.eps)
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         return {f"{prefix}.weight": self.weight}

@@ -1,8 +1,10 @@
-"""Hyper-connections: several residual streams, mixed into a block's input and fed back by learned, token-wise weights."""
+"""Hyper-connections: several residual streams, mixed into a block's input and fed back by learned, token-wise
+weights."""
 
-import torch.nn.functional as F
 from torch import Tensor
 
+from deltagram.kernels.hyper_add import hyper_add
+from deltagram.kernels.hyper_mix import hyper_mix
 from deltagram.layers.basic import Factory, Linear, RMSNorm
 
 
@@ -16,8 +18,9 @@ class HyperConnection:
     Without `inject` it is the mixer that ends the model. Source: Qwen4-Exp; Hyper-Connections, https://arxiv.org/abs/2409.19606.
     """
 
-    def __init__(self, hidden_size: int, num_streams: int, rank: int, eps: float, make: Factory, inject: bool = True) -> None:
-        self.num_streams = num_streams
+    def __init__(
+        self, hidden_size: int, num_streams: int, rank: int, eps: float, make: Factory, inject: bool = True
+    ) -> None:
         flat = num_streams * hidden_size
         self.norm = RMSNorm(hidden_size, eps, make, groups=num_streams)
         parts = {"input_mix_weight_down": rank} | ({"block_inject_weight": num_streams} if inject else {})
@@ -25,27 +28,16 @@ class HyperConnection:
         self.up = Linear(rank, {"input_mix_weight_up": flat}, make)
 
     def enter(self, streams: Tensor) -> tuple[Tensor, Tensor]:
-        """streams [T, streams, H] -> the block's input [T, H] and half the injection weights, [T, streams]."""
-        normed, low, inject = self._mix(streams)
-        return self._input(normed, low), inject.sigmoid()
+        """streams [T, streams, H] -> the block's input [T, H] and the injection weights [T, streams]."""
+        return hyper_mix(streams, self.norm.scale, self.down.matrix, self.up.matrix, self.norm.eps)
 
     def read(self, streams: Tensor) -> Tensor:
         """streams [T, streams, H] -> [T, H], for the model's end."""
-        normed, low, _ = self._mix(streams)
-        return self._input(normed, low)
+        return self.enter(streams)[0]
 
     def leave(self, streams: Tensor, inject: Tensor, out: Tensor) -> None:
         """Add the block's output [T, H] to the streams, in place."""
-        streams.addcmul_(inject[:, :, None], out[:, None], value=2)
-
-    def _mix(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        normed = self.norm(streams)
-        mixed = self.down.scaled(normed.flatten(1), 1 / self.num_streams)
-        rank = self.down.sizes[0]
-        return normed, F.silu(mixed[:, :rank]), mixed[:, rank:]
-
-    def _input(self, normed: Tensor, low: Tensor) -> Tensor:
-        return self.up(low).sigmoid_().view(normed.shape).mul_(normed).sum(1).mul_(1 / self.num_streams)
+        hyper_add(streams, inject, out)
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         return self.norm.tensors(f"{prefix}.hc_norm") | self.down.tensors(prefix) | self.up.tensors(prefix)

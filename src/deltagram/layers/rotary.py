@@ -6,6 +6,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from deltagram.kernels.norm_rope import norm_rope
+from deltagram.layers.basic import RMSNorm
+
 
 class RopeFields(Protocol):
     """What a config says of its rotary embedding: see models/config.py."""
@@ -33,23 +36,15 @@ class Rotary:
 
     def __init__(self, rope: RopeFields, dim: int, max_context: int, device: torch.device) -> None:
         self.dim = dim
-        angles = torch.arange(max_context, dtype=torch.float32, device=device)[:, None] * frequencies(rope, dim).to(device)
+        angles = torch.arange(max_context, dtype=torch.float32, device=device)[:, None] * frequencies(rope, dim).to(
+            device
+        )
         angles = torch.cat((angles, angles), -1)
         self.cos, self.sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
 
-    def at(self, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, 1, dim] of `position` [T], to be applied to [T, heads, D]."""
-        cos, sin = self.cos.index_select(0, position), self.sin.index_select(0, position)
-        return cos[:, None].to(dtype), sin[:, None].to(dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, D] turned by cos and sin [T, 1, dim] in its first dim dimensions."""
-    dim = cos.shape[-1]
-    turned = x[..., :dim]
-    halves = torch.cat((-turned[..., dim // 2 :], turned[..., : dim // 2]), -1)
-    turned = turned * cos + halves * sin
-    return turned if dim == x.shape[-1] else torch.cat((turned, x[..., dim:]), -1)
+    def normed(self, x: Tensor, norm: RMSNorm, position: Tensor) -> Tensor:
+        """x [T, heads, D], normalised and turned to the tokens' positions [T]."""
+        return norm_rope(x, norm.scale, self.cos, self.sin, position, norm.eps)
 
 
 def frequencies(rope: RopeFields, dim: int) -> Tensor:

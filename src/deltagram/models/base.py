@@ -9,6 +9,8 @@ from torch import Tensor
 
 from deltagram.attention.layer import Attention
 from deltagram.gdn.layer import GatedDeltaNet
+from deltagram.kernels._packed import Matrix, Packed
+from deltagram.kernels.linear import linear
 from deltagram.layers.basic import Factory
 from deltagram.models.config import FULL, ModelConfig
 from deltagram.models.weights import Weight
@@ -48,6 +50,8 @@ class Embedding:
         self.tied = config.tie_word_embeddings
         self.words = make.empty(config.vocab_size, config.hidden_size)
         self.head = self.words if self.tied else make.empty(config.vocab_size, config.hidden_size)
+        self._matrix: Matrix = self.head
+        make.packers.append(self._pack)
 
     def __call__(self, token: Tensor) -> Tensor:
         """token [T] -> [T, H]."""
@@ -55,7 +59,10 @@ class Embedding:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, H] -> [n, vocab]."""
-        return F.linear(hidden, self.head)
+        return linear(hidden, self._matrix)
+
+    def _pack(self) -> None:
+        self._matrix = Packed.of(self.head)
 
     def weights(self) -> dict[str, Weight]:
         """A tied checkpoint may hold the head too; it is the same tensor, and is not read."""

@@ -54,8 +54,10 @@ def load_model(
     table_dtype = _table_dtype(checkpoint, dtype)
     check_weights(checkpoint, build(config, max_context, meta_factory(dtype), table_dtype).weights(shapes))
     checksums.verify(folder, [info for name, info in checkpoint.tensors.items() if ".ngram_embedding." in name])
-    model = build(config, max_context, Factory(device, dtype), table_dtype, placement, checkpoint.tensors)
+    make = Factory(device, dtype)
+    model = build(config, max_context, make, table_dtype, placement, checkpoint.tensors)
     load_weights(checkpoint, model.weights(shapes), progress)
+    make.pack()
     if isinstance(model, Qwen4Exp):
         model.check_scales()
     return model, checkpoint

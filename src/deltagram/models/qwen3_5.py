@@ -32,9 +32,9 @@ class DecoderLayer:
         self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, make)
         self.mlp = MLP(config.hidden_size, config.intermediate_size, make)
 
-    def __call__(self, x: Tensor, table: SequenceTable, rotary: Rotary, cos: Tensor, sin: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, table: SequenceTable, rotary: Rotary) -> Tensor:
         if isinstance(self.mixer, Attention):
-            x = x + self.mixer(self.input_norm(x), table, rotary, cos, sin)
+            x = x + self.mixer(self.input_norm(x), table, rotary)
         else:
             x = x + self.mixer(self.input_norm(x), table)
         return x + self.mlp(self.post_norm(x))
@@ -65,9 +65,8 @@ class Qwen35:
 
     def forward(self, table: SequenceTable, history: TokenHistory) -> Tensor:
         x = self.embedding(table.token)
-        cos, sin = self.rotary.at(table.position, x.dtype)
         for layer in self.layers:
-            x = layer(x, table, self.rotary, cos, sin)
+            x = layer(x, table, self.rotary)
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:

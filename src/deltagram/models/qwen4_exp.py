@@ -62,10 +62,10 @@ class DecoderLayer:
             make,
         )
 
-    def __call__(self, streams: Tensor, table: SequenceTable, rotary: Rotary, cos: Tensor, sin: Tensor) -> None:
+    def __call__(self, streams: Tensor, table: SequenceTable, rotary: Rotary) -> None:
         x, inject = self.around_mixer.enter(streams)
         if isinstance(self.mixer, Attention):
-            self.around_mixer.leave(streams, inject, self.mixer(x, table, rotary, cos, sin))
+            self.around_mixer.leave(streams, inject, self.mixer(x, table, rotary))
         else:
             self.around_mixer.leave(streams, inject, self.mixer(x, table))
         x, inject = self.around_experts.enter(streams)
@@ -123,14 +123,13 @@ class Qwen4Exp:
     def forward(self, table: SequenceTable, history: TokenHistory) -> Tensor:
         words = self.embedding(table.token)
         streams = words[:, None].repeat(1, self.config.hc_count, 1)  # [T, streams, H], updated in place by every layer
-        cos, sin = self.rotary.at(table.position, words.dtype)
         if self.run_ahead is not None:
             self.run_ahead.start(table, history)
         try:
             for i, layer in enumerate(self.layers):
                 if layer.memory is not None and self.run_ahead is not None:
                     layer.memory(streams, *self.run_ahead.take(i), table)
-                layer(streams, table, self.rotary, cos, sin)
+                layer(streams, table, self.rotary)
         finally:
             if self.run_ahead is not None:
                 self.run_ahead.finish()

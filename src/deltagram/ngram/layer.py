@@ -1,10 +1,9 @@
 """How memory rows enter the residual streams: Qwen4-Exp's per-layer embedding (PLE)."""
 
-import math
-
 from torch import Tensor
 
 from deltagram.kernels.causal_conv1d import causal_conv1d
+from deltagram.kernels.ple_gate import ple_gate
 from deltagram.layers.basic import Factory, Linear, RMSNorm
 from deltagram.step.sequences import SequenceTable
 
@@ -50,11 +49,10 @@ class PLELayer:
     def __call__(self, streams: Tensor, key: Tensor, value: Tensor, table: SequenceTable) -> None:
         """Update `streams` in place. key [T, streams, H], value [T, H]: MemoryProjection's."""
         assert self.history is not None, "the layer has no pool"
-        dot = (key * self.norm_query(streams)).sum(-1) / math.sqrt(streams.shape[2])
-        gate = (dot.abs().clamp_(min=1e-6).sqrt_() * dot.sign()).sigmoid_()
-        gated = gate[..., None] * value[:, None]
+        norms = self.norm_query.scale, self.norm_conv.scale
+        gated, normed = ple_gate(streams, key, value, *norms, self.norm_query.eps)
         mixed = causal_conv1d(
-            self.norm_conv(gated).flatten(1),
+            normed.flatten(1),
             self.conv,
             self.history,
             table.cu_tokens,

@@ -1,0 +1,51 @@
+"""Compiled body of gated_delta_prep.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deltagram.kernels._compiled import compiled, spread
+from deltagram.kernels._vectors import LANES, get, load, multiply, put, splat, square_sum, store
+
+
+@compiled
+def _kernel(
+    first: int, last: int, scratch: int, qkv: int, qkv_stride: int, a: int, a_stride: int, b: int, b_stride: int,
+    A_log: int, dt_bias: int, rows: int, heads: int, value_heads: int, size: int, qk: int, gates: int,
+) -> None:  # fmt: skip
+    shrink = np.float32(1) / np.sqrt(np.float32(size))
+    for t in range(first, last):
+        for part in range(2):
+            for h in range(heads):
+                x = qkv + 4 * (t * qkv_stride + (part * heads + h) * size)
+                y = qk + 4 * (((part * rows + t) * heads + h) * size)
+                inverse = np.float32(1) / np.sqrt(square_sum(x, size) + np.float32(1e-6))
+                scale = splat(inverse * shrink if part == 0 else inverse)
+                for i in range(0, size, LANES):
+                    store(y, i, size, multiply(load(x, i, size), scale))
+        for hv in range(value_heads):
+            step = get(a, t * a_stride + hv) + get(dt_bias, hv)
+            softplus = max(step, np.float32(0)) + np.log1p(np.exp(-abs(step)))
+            put(gates, t * value_heads + hv, -np.exp(get(A_log, hv)) * softplus)
+            put(
+                gates,
+                (rows + t) * value_heads + hv,
+                np.float32(1) / (np.float32(1) + np.exp(-get(b, t * b_stride + hv))),
+            )
+
+
+def gated_delta_prep(
+    qkv: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, num_key_heads: int, key_dim: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    rows, value_heads = a.shape
+    assert qkv.stride(1) == 1 and a.stride(1) == 1 and b.stride(1) == 1
+    qk, gates = torch.empty(2, rows, num_key_heads, key_dim), torch.empty(2, rows, value_heads)
+    spread(
+        _kernel, rows, 128, 0, qkv.data_ptr(), qkv.stride(0), a.data_ptr(), a.stride(0), b.data_ptr(), b.stride(0),
+        A_log.data_ptr(), dt_bias.data_ptr(), rows, num_key_heads, value_heads, key_dim, qk.data_ptr(),
+        gates.data_ptr(),
+    )  # fmt: skip
+    v = qkv[:, 2 * num_key_heads * key_dim :].unflatten(1, (value_heads, -1))
+    return qk[0], qk[1], v, gates[0], gates[1]

@@ -1,0 +1,49 @@
+"""Products with packed weights: against float64, and a row's bits alone and in company."""
+
+import pytest
+import torch
+
+from deltagram.kernels._packed import Packed
+from deltagram.kernels.linear import linear
+from deltagram.testing.compiled import LENGTHS, among_nan, assert_close, weight
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (16, 8), (49, 33), (200, 64)])
+def test_any_number_of_rows(outputs: int, inputs: int, bf16: bool) -> None:
+    torch.manual_seed(0)
+    packed = weight(outputs, inputs, bf16=bf16)
+    x = torch.randn(130, inputs)
+    every = linear(x, packed)
+    assert_close(every, x.double() @ packed.unpack().double().T)
+    for rows in LENGTHS:
+        assert torch.equal(linear(among_nan(x[-rows:]), packed), every[-rows:]), rows
+    assert linear(x[:0], packed).shape == (0, outputs)
+
+
+def test_threads_do_not_change_bits() -> None:
+    x, packed, before = torch.randn(200, 40), weight(50, 40), torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(linear(x, packed))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def test_bf16_is_kept_only_where_it_is_exact() -> None:
+    values = torch.randn(3, 20, 7)
+    assert not Packed.of(values).brief and torch.equal(Packed.of(values).unpack(), values)
+    rounded = values.bfloat16().float()
+    assert Packed.of(rounded).brief and torch.equal(Packed.of(rounded).unpack(), rounded)
+
+
+def test_other_dtypes_take_the_reference_and_the_compiled_body_refuses_them() -> None:
+    x, packed = torch.randn(3, 8, dtype=torch.float64), weight(5, 8)
+    assert linear(x, packed).dtype == torch.float64
+    with pytest.raises(ValueError, match="float32"):
+        linear(x, packed, "compiled")
+    plain = torch.randn(5, 8)
+    assert torch.equal(linear(x.float(), plain), torch.nn.functional.linear(x.float(), plain))
