@@ -130,7 +130,9 @@ def test_checksums_are_crc32(tmp_path):
 def test_the_placement_report_says_what_fits(tmp_path, monkeypatch):
     write_memory_checkpoint(tmp_path, "engram")
     _, tables = read_memory(
-        json.loads((tmp_path / "config.json").read_text()), open_checkpoint(tmp_path).tensors, lambda: read_token_map(tmp_path)
+        json.loads((tmp_path / "config.json").read_text()),
+        open_checkpoint(tmp_path).tensors,
+        lambda: read_token_map(tmp_path),
     )
     need = sum(table.nbytes for table in tables)
     for free, word in ((need, "fits"), (need - 1, "does not fit")):
