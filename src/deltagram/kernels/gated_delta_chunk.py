@@ -296,6 +296,10 @@ def _token_kernel(  # type: ignore[no-untyped-def]
     tl.store(at, s.to(state.dtype.element_ty), mask=held)
 
 
+def _token_by_token(dtype: torch.dtype, key_dim: int) -> bool:
+    return dtype == torch.float32 or key_dim > 128
+
+
 def _token_tiles(key_dim: int, value_dim: int) -> dict[str, int]:
     columns = power_of_two(key_dim)
     return {"BK": columns, "BV": max(1, min(power_of_two(value_dim), 1024 // columns))}
@@ -322,7 +326,7 @@ def _launch(
     shape = {"H": heads, "HV": value_heads, "K": key_dim}
     strides = q.stride(0), k.stride(0), v.stride(0)
     programs = len(kind) * value_heads
-    if q.dtype == torch.float32 or key_dim > 128:
+    if _token_by_token(q.dtype, key_dim):
         tiles = _token_tiles(key_dim, value_dim)
         _token_kernel[-(-value_dim // tiles["BV"]), programs](
             q, k, v, g, beta, state, kind, cu_tokens, start, slot, out, *strides,
