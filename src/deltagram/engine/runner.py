@@ -113,7 +113,10 @@ class Runner:
         tensors = SamplingTensors.build(rows, eos_token_ids=self.end_token_ids, device=self.device)
         prompt_lengths = torch.tensor([len(request.prompt) for request in requests], device=self.device)
         allowed = self._allowed(requests, logits.shape[1])
-        sampled = sample(logits, tensors, table.length[sequence], self.history.tokens, prompt_lengths, allowed)
+        tokens = self.history.tokens
+        if tensors.sizes.penalized:  # counting goes over whole rows: only as far as there is text
+            tokens = tokens[:, : max(len(request.tokens) for request in requests)]
+        sampled = sample(logits, tensors, table.length[sequence], tokens, prompt_lengths, allowed)
         self.history.append(table.row.long()[sequence], sampled.tokens)
         return StepOutput(requests, sampled.tokens.tolist(), sampled)
 
