@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deltagram.gdn.core import LayerState
-from deltagram.gdn.layer import GatedDeltaNet
+from deltagram.gdn.layer import GatedDeltaNet, unpack_qwen3_next
 from deltagram.gdn.state import allocate, ring_length
 from deltagram.layers.basic import Factory
 from deltagram.step.history import TokenHistory
@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers")
 HIDDEN, HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 48, 2, 6, 16, 8
 FAMILIES = {
     "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5GatedDeltaNet", {}),
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextGatedDeltaNet", {}),
     "qwen4_exp": ("Qwen4ExpTextConfig", "Qwen4ExpTextGatedDeltaNet", {"output_gate_type": "sigmoid"}),
 }
 
@@ -54,9 +55,13 @@ def test_layer_is_transformers(family: str) -> None:
     gate = extra.get("output_gate_type", "silu")
     make = Factory(torch.device("cpu"), torch.float32)
     ours = GatedDeltaNet(HIDDEN, HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, 4, config.rms_norm_eps, gate, make)
-    parameters = dict(theirs.named_parameters())
+    parameters = {name: tensor.detach() for name, tensor in theirs.named_parameters()}
+    if family == "qwen3_next":
+        packed = parameters.pop("in_proj_qkvz.weight"), parameters.pop("in_proj_ba.weight")
+        flat = unpack_qwen3_next(*packed, HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM)
+        parameters |= {f"{name}.weight": tensor for name, tensor in flat.items()}
     for name, tensor in ours.tensors("x").items():
-        tensor.copy_(parameters.pop(name.removeprefix("x.")).detach())
+        tensor.copy_(parameters.pop(name.removeprefix("x.")))
     assert not parameters
     ours.state = LayerState(
         allocate(2, (VALUE_HEADS, VALUE_DIM, KEY_DIM), torch.float32, torch.device("cpu"), poison=True),

@@ -67,3 +67,18 @@ class GatedDeltaNet:
                 f"{prefix}.norm.weight": self.norm,
             }
         )
+
+
+def unpack_qwen3_next(
+    qkvz: Tensor, ba: Tensor, num_key_heads: int, num_value_heads: int, key_dim: int, value_dim: int
+) -> dict[str, Tensor]:
+    """Qwen3-Next's two projections as the four of the layer above.
+
+    It packs them by key head: in_proj_qkvz [H * (2 K + 2 r V), hidden] holds q, k, r heads of v and r of z, and
+    in_proj_ba [H * 2 r, hidden] holds r rows of b and r of a, with r = HV / H.
+    """
+    group = num_value_heads // num_key_heads
+    sizes = [key_dim, key_dim, group * value_dim, group * value_dim]
+    q, k, v, z = (part.flatten(0, 1) for part in qkvz.unflatten(0, (num_key_heads, -1)).split(sizes, 1))
+    b, a = (part.flatten(0, 1) for part in ba.unflatten(0, (num_key_heads, -1)).split(group, 1))
+    return {"in_proj_qkv": torch.cat((q, k, v)), "in_proj_z": z, "in_proj_b": b, "in_proj_a": a}
