@@ -179,8 +179,8 @@ def _chunk_kernel(  # type: ignore[no-untyped-def]
     tl.store(solved + at, (inverse * strength[None, :]).to(solved.dtype.element_ty), mask=real[:, None])
 
 
-# A one-buffer loop or narrower tiles are not a choice: ptxas 12.8 then keeps the descriptors of the products where
-# they are lost now and then, and the kernel reads outside its shared memory.
+# Narrower tiles or a loop of one stage are no choice: built by ptxas 12.8 such a kernel now and then reads outside its
+# shared memory (Triton issues 10486 and 11366; docs/gated-delta.md).
 _BV, _STAGES = 32, 2
 
 
