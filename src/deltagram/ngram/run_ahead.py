@@ -7,6 +7,7 @@ all layers are made at once, and each layer's rows when it asks for them.
 import torch
 from torch import Tensor
 
+from deltagram.ngram.disk import DiskStore
 from deltagram.ngram.layer import MemoryProjection
 from deltagram.ngram.spec import HashConstants, HashSpec
 from deltagram.ngram.stores import RowStore
@@ -47,3 +48,10 @@ class RunAhead:
     def finish(self) -> None:
         """End the step: chains that no layer took are dropped."""
         self._ids = None
+
+    def check(self) -> None:
+        """After a captured step: raises HelperError if a chain went without its rows, which makes the step void."""
+        for store in self.stores:
+            below = getattr(store, "below", store)
+            if isinstance(below, DiskStore) and below.in_graphs is not None:
+                below.in_graphs.check()
