@@ -28,7 +28,7 @@ def arm_command(arm: Arm, cell: Cell, folder: Path, values: Mapping[str, str]) -
     if cell.measure.kind == "load":
         # Through the import system instead of the console script, so that an arm of another commit serves that commit.
         serve = [sys.executable, "-c", "from deltagram.cli import main; main()", "serve", "--port", values["port"]]
-        command = serve + ([] if model == SHIPPED else ["--model", model]) + _flags(settings)
+        command = serve + ([] if model == SHIPPED else [model]) + _flags(settings)
         return command, ready or f"http://127.0.0.1:{values['port']}/health"
     spec = {"model": model, "settings": settings, "prompts": values["prompts"], "trace": values["trace"]}
     file = folder / "model.json"
