@@ -91,18 +91,21 @@ def test_a_fault_ends_the_step_s_requests_and_no_others(
     engine.scheduler.check_empty()
 
 
+@pytest.mark.parametrize("ends", [False, True])
 def test_a_fault_after_the_step_fails_those_it_reaches(
-    engine: Engine, alone: dict[Any, list[int]], monkeypatch: pytest.MonkeyPatch
+    engine: Engine, alone: dict[Any, list[int]], monkeypatch: pytest.MonkeyPatch, ends: bool
 ) -> None:
-    """The detokenizer of the second request breaks: the first one's token has been handed out, then it fails too."""
-    first, second = (engine.add_request(SHORT, GREEDY, 0) for _ in range(2))
+    """The detokenizer of the second request breaks when the first one's token has been handed out."""
+    first = engine.add_request(SHORT, dataclasses.replace(GREEDY, max_tokens=2) if ends else GREEDY, 0)
+    second = engine.add_request(SHORT, GREEDY, 0)
     engine.step()
     assert second.detokenizer is not None
     monkeypatch.setattr(type(second.detokenizer), "push", push := FailsOnce(second.detokenizer))
-    deltas = engine.step()
-    assert push.failed and [delta.error is None for delta in deltas] == [True, False, False]
-    assert deltas[0].token_ids == tuple(alone[SHORT][1:2])
-    assert {delta.request for delta in deltas[1:]} == {first, second}
+    handed_out, *failed = engine.step()
+    assert push.failed and handed_out.error is None and handed_out.token_ids == tuple(alone[SHORT][1:2])
+    assert {delta.request for delta in failed} == ({second} if ends else {first, second})
+    assert all(isinstance(delta.error, UnicodeError) for delta in failed)
+    assert first.finish_reason is (FinishReason.LENGTH if ends else FinishReason.ERROR)
 
 
 class FailsOnce:
