@@ -32,6 +32,31 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 
 
+LINEAR, FULL = "linear_attention", "full_attention"
+ODD_SHAPES: dict[str, dict[str, Any]] = {
+    "no attention": {"family": "qwen3_5", "layer_types": [LINEAR] * 4},
+    "attention alone": {"family": "qwen3_5", "layer_types": [FULL] * 4, "num_key_value_heads": 1},
+    "convolution over two": {"family": "qwen3_5", "linear_conv_kernel_dim": 2},
+    "convolution over one": {"family": "qwen3_5", "linear_conv_kernel_dim": 1},
+    "memory's convolution over one": {"family": "qwen4_exp", "ple_conv_kernel_size": 1},
+    "blocks of three": {
+        "family": "qwen4_exp",
+        "indexer_compress_ratio": 3,
+        "indexer_budget": 15,
+    },  # pages of 192 tokens
+    "blocks of one": {"family": "qwen4_exp", "indexer_compress_ratio": 1},
+    "bigrams": {"family": "qwen4_exp", "ngram_size": 2, "ple_conv_kernel_size": 2},
+    "5-grams on three layers": {
+        "family": "qwen4_exp",
+        "ngram_size": 5,
+        "heads_per_ngram": 1,
+        "ple_layer_ids": [1, 2, 3],
+    },
+    "sixteen experts": {"family": "qwen4_exp", "num_experts": 16, "num_experts_per_tok": 4, "norm_topk_prob": False},
+    "one expert": {"family": "qwen4_exp", "num_experts": 1, "num_experts_per_tok": 1, "output_gate_type": "sigmoid"},
+}
+
+
 def oracle(folder: Path) -> Any:
     """The model of transformers."""
     import transformers
@@ -69,7 +94,7 @@ def make_case(name: str, folder: Path) -> Case:
     theirs = oracle(folder)
     prompt = prompt_ids(130, theirs.config.vocab_size, seed=1)
     with torch.no_grad():
-        return Case(name, folder, theirs, prompt, theirs(torch.tensor([prompt])).logits[0])
+        return Case(name, folder, theirs, prompt, theirs(torch.tensor([prompt]), use_cache=False).logits[0])
 
 
 @pytest.fixture(scope="module", params=[*TINY_SHAPES, SHIPPED])
@@ -150,6 +175,14 @@ def test_rotary_variants(tmp_path: Path, rope: str, family: str) -> None:
     folder = write_tiny_checkpoint(tmp_path, family, rope_parameters=ROPES[rope])
     case = make_case(rope, folder)
     check_logits(case, case.engine(64), (3, 130))
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("shape", ODD_SHAPES)
+def test_odd_shapes(tmp_path: Path, shape: str) -> None:
+    case = make_case(shape, write_tiny_checkpoint(tmp_path, **ODD_SHAPES[shape]))
+    for max_num_tokens in (64, 512):
+        check_logits(case, case.engine(max_num_tokens), (1, 2, 65, 130))
 
 
 @pytest.mark.parametrize("budget", [8, 16])
