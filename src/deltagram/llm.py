@@ -80,7 +80,13 @@ class LLM:
         self.settings = resolve(asked, self.config)
         self.tokenizer = Tokenizer.load(folder, model_vocab_size=self.config.vocab_size)
         loaded, checkpoint = load_model(
-            folder, self.config, self.settings.max_context, self.settings.device, self.settings.dtype, progress
+            folder,
+            self.config,
+            self.settings.max_context,
+            self.settings.device,
+            self.settings.dtype,
+            progress,
+            self.settings.ngram_placement,
         )
         self.notes = (*self.config.notes, *checkpoint.notes)
         self.engine = Engine(loaded, self.settings, self.tokenizer)

@@ -54,7 +54,7 @@ class Runner:
             shape = layer.num_value_heads, layer.value_dim, layer.key_dim
             ring = ring_length(layer.conv_reach, MAX_DRAFT), layer.channels
             layer.state = LayerState(
-                allocate(num_slots, shape, torch.float32, device, poisoned),
+                allocate(num_slots, shape, self.settings.state_dtype, device, poisoned),
                 allocate(num_slots, ring, dtype, device, poisoned),
             )
             self._pools += [layer.state.recurrent, layer.state.conv]

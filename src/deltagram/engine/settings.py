@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from deltagram.models.config import ModelConfig
+from deltagram.ngram.placement import Placement
 from deltagram.step.plan import CHUNK
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -21,6 +22,10 @@ class Settings:
     max_num_sequences: requests that run at once; others wait.
     max_num_tokens: tokens of the largest step, at least 63 + max_num_sequences; longer prompts are run in chunks.
     cache_bytes: memory for keys, values and index keys; 1 GiB on a CPU and 60 % of what is free on a GPU if None.
+    state_dtype: what the recurrent state is kept in. "bfloat16", on a GPU only, halves what a decode step moves and costs
+        accuracy, with every token a little more: docs/gated-delta.md has the figures of both.
+    ngram_placement: where memory tables live: "device", "host", "shared", "disk" or "cached:SIZE:KIND", which give the
+        same bits; see docs/ngram-memory.md.
     poison: fill free slots and pages with NaN, to show that no result depends on them. Slow; for tests.
     """
 
@@ -30,6 +35,8 @@ class Settings:
     max_num_sequences: int = 16
     max_num_tokens: int = 512
     cache_bytes: int | None = None
+    state_dtype: str = "float32"
+    ngram_placement: str = "device"
     poison: bool = False
 
 
@@ -43,6 +50,8 @@ class Resolved:
     max_num_sequences: int
     max_num_tokens: int
     cache_bytes: int | None
+    state_dtype: torch.dtype
+    ngram_placement: str
     poison: bool
 
 
@@ -89,6 +98,12 @@ def resolve(settings: Settings, config: ModelConfig) -> Resolved:
             f"{settings.max_num_sequences} requests of max_num_sequences, got {settings.max_num_tokens}"
         )
     positive("cache_bytes", optional=True)
+    if settings.state_dtype not in ("float32", *(["bfloat16"] if device.type == "cuda" else [])):
+        problems.append(f"state_dtype must be float32, or bfloat16 on a GPU, got {settings.state_dtype!r}")
+    try:
+        Placement.parse(settings.ngram_placement)
+    except (ValueError, TypeError) as error:
+        problems.append(str(error))
     if not isinstance(settings.poison, bool):
         problems.append(f"poison must be True or False, got {settings.poison!r}")
     if problems:
@@ -100,6 +115,8 @@ def resolve(settings: Settings, config: ModelConfig) -> Resolved:
         settings.max_num_sequences,
         settings.max_num_tokens,
         settings.cache_bytes,
+        _DTYPES[settings.state_dtype],
+        settings.ngram_placement,
         settings.poison,
     )
 

@@ -18,19 +18,29 @@ from deltagram.kernels.rms_norm import rms_norm
 
 @dataclass(frozen=True, slots=True)
 class Factory:
-    """Makes the tensors of a model: on `device`, in `dtype` unless said."""
+    """Makes the tensors of a model: on `device`, in `dtype` unless said.
+
+    `loaded_dtype` is what matrices are loaded in, where they are packed afterwards: the checkpoint's, so that a model
+    in bf16 never lies in memory in fp32. None for `dtype`.
+    """
 
     device: torch.device
     dtype: torch.dtype
+    loaded_dtype: torch.dtype | None = None
     packers: list[Callable[[], None]] = field(default_factory=list)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, device=self.device, dtype=dtype or self.dtype)
 
+    @property
+    def packs(self) -> bool:
+        """Whether `pack` does anything: for a model that computes in fp32 on a CPU."""
+        return self.device.type == "cpu" and self.dtype == torch.float32
+
     def pack(self) -> None:
         """Of a model that computes in fp32 on a CPU, pack the weights, one after the other, and compile the kernels that
         read them. The weights are loaded, and stay as they are from here on."""
-        if self.device.type == "cpu" and self.dtype == torch.float32:
+        if self.packs:
             from deltagram.kernels._compiled import compile_kernels  # only now: numba takes its time to import
 
             compile_kernels()
@@ -42,7 +52,7 @@ class Weight:
     """A matrix, or a stack of them: a `tensor` [..., outputs, inputs] to load into, until it is packed."""
 
     def __init__(self, make: Factory, *shape: int) -> None:
-        self._matrix: Matrix = make.empty(*shape)
+        self._matrix: Matrix = make.empty(*shape, dtype=make.loaded_dtype if make.packs else None)
         make.packers.append(self._pack)
 
     @property

@@ -54,7 +54,7 @@ def load_model(
     table_dtype = _table_dtype(checkpoint, dtype)
     check_weights(checkpoint, build(config, max_context, meta_factory(dtype), table_dtype).weights(shapes))
     checksums.verify(folder, [info for name, info in checkpoint.tensors.items() if ".ngram_embedding." in name])
-    make = Factory(device, dtype)
+    make = Factory(device, dtype, _matrix_dtype(checkpoint))
     model = build(config, max_context, make, table_dtype, placement, checkpoint.tensors)
     load_weights(checkpoint, model.weights(shapes), progress)
     make.pack()
@@ -73,3 +73,9 @@ def _table_dtype(checkpoint: Checkpoint, dtype: torch.dtype) -> torch.dtype:
         names = ", ".join(sorted(str(each) for each in found))
         raise ValueError(f"n-gram tables must all be float32, bfloat16, float16 or float8_e4m3fn, got {names}")
     return found.pop()
+
+
+def _matrix_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
+    """bf16 if every matrix of the checkpoint is; else None."""
+    found = {info.dtype for name, info in checkpoint.tensors.items() if len(info.shape) > 1 and ".ngram_" not in name}
+    return torch.bfloat16 if found == {torch.bfloat16} else None
