@@ -159,6 +159,12 @@ def test_settings_are_refused_all_at_once(folder: Path, values: dict[str, Any], 
         assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("model", [5, b"bytes", ["folder"]])
+def test_what_cannot_name_a_model_is_refused(model: Any) -> None:
+    with pytest.raises(ValueError, match="which cannot be a folder"):
+        LLM(model)
+
+
 def test_a_truncated_checkpoint_is_refused(tmp_path: Path) -> None:
     write_tiny_checkpoint(tmp_path)
     file = tmp_path / "model.safetensors"

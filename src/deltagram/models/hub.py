@@ -29,7 +29,7 @@ def resolve_model(model: str | Path, progress: bool = True) -> Path:
         if path.is_dir():
             return path
         is_file = path.is_file()
-    except (OSError, RuntimeError) as error:  # a name too long, an unknown user after the tilde
+    except (OSError, RuntimeError, TypeError) as error:  # a name too long, an unknown user after the tilde, no name
         raise ValueError(f"model is {name!r:.200}, which cannot be a folder: {error}") from error
     if is_file:
         raise ValueError(f"{model} is a file; expected a checkpoint folder or a hub id such as owner/name")
