@@ -20,6 +20,7 @@ from rich.progress import DownloadColumn, Progress, SpinnerColumn, TextColumn, T
 from rich.table import Table
 
 from deltagram import __version__
+from deltagram.ngram import cli as ngram_cli
 
 if TYPE_CHECKING:
     from deltagram import LLM, SamplingParams
@@ -32,6 +33,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(ngram_cli.app)
 FAILED, REFUSED, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 
 Model = Annotated[
@@ -198,8 +200,10 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(envvar="DELTAGRAM_API_KEY", help="What clients must send; may be repeated. Others can read "
-                     "arguments: prefer the variable."),
+        typer.Option(
+            envvar="DELTAGRAM_API_KEY",
+            help="What clients must send; may be repeated. Others can read arguments: prefer the variable.",
+        ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="What the model is called; left out, as its folder is.")] = None,
     limit: Annotated[
@@ -250,10 +254,14 @@ def _experiments(command: str, arguments: list[str]) -> None:
 
 
 def main() -> None:
-    """The console script."""
+    """The console script. What a mounted command refuses is said as our own commands say it."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack characters that a model has
-    app()
+    try:
+        app()
+    except ValueError as error:
+        _say(str(error), "red")
+        sys.exit(REFUSED)
 
 
 def _say(text: str, style: str = "") -> None:

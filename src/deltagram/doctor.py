@@ -21,6 +21,7 @@ from deltagram.models.config import ModelConfig, Qwen4ExpConfig, read_config
 from deltagram.models.hub import resolve_model
 from deltagram.models.load import build
 from deltagram.models.weights import Checkpoint, check_weights, open_checkpoint
+from deltagram.ngram.cli import placement_report
 
 _PACKAGES = ("torch", "triton", "numpy", "tokenizers", "safetensors", "jinja2", "scipy", "fastapi", "transformers")
 
@@ -133,6 +134,7 @@ def examine_checkpoint(folder: Path) -> tuple[list[tuple[str, str]], list[str]]:
             shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
             shadow = build(config, 64, meta_factory(torch.bfloat16), torch.bfloat16)
             check_weights(checkpoint, shadow.weights(shapes))
+        rows += placement_report(folder)
     except ValueError as error:
         problems.append(str(error))
     return rows, problems
