@@ -18,8 +18,9 @@ def page_size(block_size: int) -> int:
 class LayerCache:
     """One attention layer's part of the pages.
 
-    keys, values: [pages, page size, Hkv, D]; index_keys: raw keys of the indexer, [pages, page size, Di], and block_keys:
-    those of complete blocks, pooled, [pages, blocks a page, Di]; None for a layer that attends to everything.
+    keys, values: [pages, page size, Hkv, D]; index_keys: raw keys of the indexer, [pages, page size, Di], and
+    block_keys: those of complete blocks, pooled, [pages, blocks a page, Di]; None for a layer that attends to
+    everything.
     """
 
     keys: Tensor

@@ -65,9 +65,12 @@ def compile_ahead(build: Build, capability: int) -> Any:
     return compile(source, target=GPUTarget("cuda", capability, 32), options=dict(build.options))
 
 
+_COMPILED = frozenset((torch.float32, torch.int32, torch.int64))
+
+
 def choose(impl: Impl, where: Tensor | torch.device, reference: Op, launch: Op, compiled: Op | None = None) -> Op:
-    """The body an op runs, for tensors like `where`: `impl` if given. Else CUDA tensors take the kernel; fp32 ones on
-    a CPU the compiled body, if the op has one; all others the reference.
+    """The body an op runs, for tensors like `where`: `impl` if given. Else CUDA tensors take the kernel; fp32 (or
+    integer) ones on a CPU the compiled body, if the op has one for its arguments; all others the reference.
 
     Raises ValueError for an unknown `impl` or a compiled body that is not there, RuntimeError where the kernel is
     asked for and cannot be had: never another one than said here.
@@ -75,11 +78,11 @@ def choose(impl: Impl, where: Tensor | torch.device, reference: Op, launch: Op, 
     cuda = where.is_cuda if isinstance(where, Tensor) else where.type == "cuda"
     if impl is None:
         if not cuda:
-            return compiled if compiled is not None and getattr(where, "dtype", None) is torch.float32 else reference
+            return compiled if compiled is not None and getattr(where, "dtype", None) in _COMPILED else reference
     elif impl == "reference":
         return reference
     elif impl == "compiled":
-        if compiled is None or getattr(where, "dtype", None) is not torch.float32 or cuda:
+        if compiled is None or cuda or getattr(where, "dtype", None) not in _COMPILED:
             raise ValueError("impl 'compiled' is for float32 tensors on a CPU, of an op that has such a body")
         return compiled
     elif impl != "triton":

@@ -23,7 +23,7 @@ from numba.extending import intrinsic, register_model
 from deltagram.kernels._compiled import inlined
 
 LANES = 16
-FLOAT, INT, LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+FLOAT, BYTE, INT, LONG = ir.FloatType(), ir.IntType(8), ir.IntType(32), ir.IntType(64)
 VECTOR = ir.VectorType(FLOAT, LANES)
 
 
@@ -52,7 +52,7 @@ def _reader(numba_type: Any, kind: ir.Type) -> Any:
     def read(context: Any, p: Any, i: Any) -> Any:
         def generate(_context: Any, builder: Any, signature: Any, values: Any) -> Any:
             value = builder.load(pointer(builder, values[0], values[1], kind))
-            return builder.sext(value, LONG) if kind == INT else value
+            return builder.sext(value, LONG) if kind in (INT, BYTE) else value
 
         return numba_type(types.int64, types.int64), generate
 
@@ -76,6 +76,18 @@ def _writer(numba_type: Any, kind: ir.Type) -> Any:
 get, put = _reader(types.float32, FLOAT), _writer(types.float32, FLOAT)
 get_int, put_int = _reader(types.int64, INT), _writer(types.int64, INT)
 get_long, put_long = _reader(types.int64, LONG), _writer(types.int64, LONG)
+get_byte = _reader(types.int64, BYTE)
+
+
+@intrinsic
+def get_brief(context: Any, p: Any, i: Any) -> Any:
+    """The i-th bf16 number at address p."""
+
+    def generate(_context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        half = builder.load(pointer(builder, values[0], values[1], ir.IntType(16)), align=2)
+        return builder.bitcast(builder.shl(builder.zext(half, INT), INT(16)), FLOAT)
+
+    return types.float32(types.int64, types.int64), generate
 
 
 def _lanes_below(builder: Any, index: Any, end: Any) -> Any:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltagram.kernels._triton import Build, Impl, choose, jit, power_of_two, tl
+from deltagram.kernels._triton import Build, Impl, choose, jit, on_cpu, power_of_two, tl
 
 _TOKENS, _WARPS = 8, 2  # a program's
 
@@ -46,7 +46,7 @@ def ngram_hash(
     impl: Impl = None,
 ) -> Tensor:
     """See the file's docstring. `fill` is a mapped id; `end_of_sequence` an unmapped one, -1 for none."""
-    body = choose(impl, history.device, _reference, _launch)
+    body = choose(impl, history, _reference, _launch, _compiled)
     return body(
         history,
         sequence,
@@ -114,6 +114,9 @@ def _reference(
     if padded.any():
         ids[:, torch.from_numpy(padded)] = -1
     return ids
+
+
+_compiled = on_cpu("ngram_hash")
 
 
 @jit(do_not_specialize=["num_tokens"])

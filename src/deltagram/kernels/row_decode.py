@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deltagram.kernels._triton import Build, Impl, choose, jit, power_of_two, tl
+from deltagram.kernels._triton import Build, Impl, choose, jit, on_cpu, power_of_two, tl
 
 _ELEMENTS, _WARPS = 2048, 4  # a program's
 
@@ -35,7 +35,8 @@ def row_decode(
     impl: Impl = None,
 ) -> Tensor:
     """See the file's docstring. `group` 0: no scale bytes."""
-    body = choose(impl, ids.device, _reference, _launch)
+    plain = not group and scale is None and dtype == torch.float32 and values in (torch.float32, torch.bfloat16)
+    body = choose(impl, ids, _reference, _launch, _compiled if plain else None)
     return body(table, ids, values, dim, dtype, group, scale, out)
 
 
@@ -70,6 +71,9 @@ def _reference(
     if some_absent:
         rows[flat < 0] = 0
     return out
+
+
+_compiled = on_cpu("row_decode")
 
 
 @jit

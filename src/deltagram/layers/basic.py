@@ -38,8 +38,8 @@ class Factory:
         return self.device.type == "cpu" and self.dtype == torch.float32
 
     def pack(self) -> None:
-        """Of a model that computes in fp32 on a CPU, pack the weights, one after the other, and compile the kernels that
-        read them. The weights are loaded, and stay as they are from here on."""
+        """Of a model that computes in fp32 on a CPU, pack the weights, one after the other, and compile the kernels
+        that read them. The weights are loaded, and stay as they are from here on."""
         if self.packs:
             from deltagram.kernels._compiled import compile_kernels  # only now: numba takes its time to import
 

@@ -5,15 +5,18 @@ of the step, derives the rest there from the token history, so that a step can b
 has ended.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
+from deltagram.kernels.derive_table import derive_table
 from deltagram.step.history import TokenHistory
 from deltagram.step.plan import CHUNK, Bucket, Kind, StepPlan
+
+Array = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +87,11 @@ def max_grants(bucket: Bucket, page_size: int) -> int:
     return -(-bucket.tokens // page_size) + bucket.sequences
 
 
-def pack(plan: StepPlan, page_size: int, pad_row: int, pad_slot: int) -> npt.NDArray[np.int32]:
+def pack(plan: StepPlan, page_size: int, pad_row: int, pad_slot: int) -> Array:
     """The host's part of the table as one flat int32 array, in the order of the fields above."""
     entries, bucket = plan.entries, plan.bucket
     shapes = _shapes(bucket, max_grants(bucket, page_size))
-    flat = np.zeros(sum(int(np.prod(shape)) for shape in shapes.values()), np.int32)
+    flat = np.zeros(sum(math.prod(shape) for shape in shapes.values()), np.int32)
     view = _views(flat, shapes)
     real = len(entries)
     view["kind"].fill(Kind.PAD)
@@ -121,39 +124,30 @@ def prepare(packed: Tensor, bucket: Bucket, history: TokenHistory, page_table: T
 
     packed: int32, `pack`'s array on the device; page_table: int32 [rows, pages], updated in place.
     """
-    view = _views(packed, _shapes(bucket, max_grants(bucket, page_size)))
-    device = packed.device
-    rows, pages = page_table.shape
-    granted = torch.arange(view["grants"].shape[0], device=device) < view["counts"][3]
-    row, index, page = view["grants"].long().unbind(1)
-    target = torch.where(granted, row * pages + index, (rows - 1) * pages)  # the pad row's first page takes the rest
-    page_table.view(-1).index_put_((target,), torch.where(granted, page, 0).int())
-
-    kind, sequence_row = view["kind"], view["row"].long()
-    real = kind != Kind.PAD
-    new = view["cu_tokens"].diff()
-    start = torch.where(kind == Kind.PREFILL, view["prefill_start"], history.lengths[sequence_row] - 1)
-    start = torch.where(real, start, 0).int()
-    length = torch.where(real, start + new, 0).int()
-    pending = torch.where(kind <= Kind.VERIFY, history.committed[sequence_row] - 1, 0)
-
-    ticks = torch.arange(bucket.tokens, dtype=torch.int32, device=device)
-    valid = ticks < view["counts"][0]
-    found = torch.searchsorted(view["cu_tokens"][1:], ticks, right=True).clamp_(max=bucket.sequences - 1)
-    position = torch.where(valid, start[found] + ticks - view["cu_tokens"][found], 0).int()
-    token_row, long_position = sequence_row[found], position.long()
-    token = torch.where(valid, history.tokens[token_row, long_position], 0)
-    entry = page_table[token_row, long_position // page_size].long()
-    cache_index = torch.where(valid, entry * page_size + long_position % page_size, -1)
-    packed_fields = {name: view[name] for name in view if name != "grants"}
+    shapes = _shapes(bucket, max_grants(bucket, page_size))
+    parts = zip(shapes.values(), packed.split([math.prod(shape) for shape in shapes.values()]), strict=True)
+    fields = [part if len(shape) == 1 else part.view(shape) for shape, part in parts]
+    counts, kind, row, slot, cu_tokens, prefill_start, num_draft, samples, chunks, grants = fields
+    known = history.tokens, history.lengths, history.committed
+    start, length, pending, sequence, position, token, cache_index = derive_table(
+        counts, kind, row, cu_tokens, prefill_start, grants, *known, page_table, page_size, bucket.tokens
+    )
     return SequenceTable(
         bucket=bucket,
         page_size=page_size,
-        **packed_fields,
+        counts=counts,
+        kind=kind,
+        row=row,
+        slot=slot,
+        cu_tokens=cu_tokens,
+        prefill_start=prefill_start,
+        num_draft=num_draft,
+        samples=samples,
+        chunks=chunks,
         start=start,
         length=length,
         pending=pending,
-        sequence=torch.where(valid, found, -1).int(),
+        sequence=sequence,
         position=position,
         token=token,
         cache_index=cache_index,
@@ -161,10 +155,10 @@ def prepare(packed: Tensor, bucket: Bucket, history: TokenHistory, page_table: T
     )
 
 
-def _views(flat, shapes: dict[str, tuple[int, ...]]):  # type: ignore[no-untyped-def]  # one body for numpy and torch
+def _views(flat: Array, shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
     views, offset = {}, 0
     for name, shape in shapes.items():
-        size = int(np.prod(shape))
+        size = math.prod(shape)
         views[name] = flat[offset : offset + size].reshape(shape)
         offset += size
     return views
