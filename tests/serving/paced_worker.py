@@ -23,7 +23,7 @@ def serve(descriptor: int) -> None:
     assert options is not None
     capacity = options.get("max_num_sequences", 16)
     facts = {"folder": options["model"], "vocab_size": 264, "max_length": 100_000, "max_num_sequences": capacity}
-    facts |= {"end_token_ids": [256], "num_pages": 100, "device": "none", "notes": []}
+    facts |= {"end_token_ids": [256], "num_pages": 100, "tables": [], "device": "none", "notes": []}
     connection.sendall(channel.pack(facts))
     inbox: queue.SimpleQueue = queue.SimpleQueue()
 

@@ -64,6 +64,13 @@ def test_masks_hold_the_whole_vocabulary_and_special_tokens_only_end(grammars):
     assert constraint.finished
 
 
+def test_tokens_that_the_model_lacks(tiny):
+    fewer = Grammars(Tokenizer.load(tiny), 100, (END_OF_TEXT,))
+    assert fewer.constraint({"regex": "[A-z]+"}).allowed.nonzero()[0].tolist() == list(range(ord("A"), 100))
+    with pytest.raises(GrammarError, match="the model lacks"):
+        fewer.constraint({"regex": "z+"})
+
+
 @pytest.mark.parametrize(
     "source", [{"regex": "["}, {"regex": "(?=a)"}, {"schema": {"type": "x"}}, {"schema": {"not": {}}}]
 )

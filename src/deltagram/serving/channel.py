@@ -4,9 +4,10 @@ JSON, because nothing in it can run: a process that reads it can be fed wrong da
 """
 
 import asyncio
-import json
 import struct
 from typing import Any, BinaryIO
+
+from pydantic_core import from_json, to_json
 
 _LENGTH = struct.Struct(">I")
 Message = dict[str, Any]
@@ -14,7 +15,7 @@ Message = dict[str, Any]
 
 def pack(message: Message) -> bytes:
     """A message as bytes: four of length, big-endian, and the JSON."""
-    data = json.dumps(message, separators=(",", ":")).encode()
+    data = to_json(message, inf_nan_mode="constants")
     return _LENGTH.pack(len(data)) + data
 
 
@@ -38,6 +39,6 @@ async def receive(reader: asyncio.StreamReader) -> Message | None:
 
 
 def _object(data: bytes) -> Message:
-    message = json.loads(data)
+    message = from_json(data)
     assert isinstance(message, dict)
     return message

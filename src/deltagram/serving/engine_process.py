@@ -26,7 +26,11 @@ class Overloaded(Exception):
 
 
 class EngineFailed(Exception):
-    """The request cannot be finished; the message is for its client."""
+    """The request cannot be finished; message and HTTP status are for its client."""
+
+    def __init__(self, message: str, status: int = 500) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 @dataclass(slots=True)
@@ -59,6 +63,7 @@ class Flight:
         self._pieces: dict[int, Piece] = {}
         self._unread, self._limit = 0, limit
         self._error: Exception | None = None
+        self.timer: asyncio.TimerHandle
         self._news = asyncio.Event()
 
     @property
@@ -193,21 +198,25 @@ class EngineProcess:
         params: dict[str, Any],
         grammar: dict[str, Any] | None,
         salt: str,
+        deadline: float,
     ) -> Flight:
         """Queue a sequence for each seed of each prompt. Await `accepted`: it raises ValueError if the engine refuses.
+        At `deadline` (of the event loop's clock) the request fails.
 
         Raises Overloaded if the queue has no room for all of them, EngineFailed if there is no engine.
         """
         if not self.alive:
-            raise EngineFailed(GONE)
+            raise EngineFailed(GONE, 503)
         lengths = [len(prompt) for prompt, own in zip(prompts, seeds, strict=True) for _ in own]
         queued = self.queued_tokens
         if self.in_flight + len(lengths) > self.facts["max_num_sequences"] + self.limits.max_queued:
             raise Overloaded(f"{self.in_flight} sequences run or wait; there is no room for {len(lengths)} more")
         if queued and queued + sum(lengths) > self.limits.max_queued_tokens:
             raise Overloaded(f"{queued} prompt tokens wait; there is no room for {sum(lengths)} more")
+        overdue = EngineFailed(f"the answer took longer than {self.limits.max_request_seconds:g} s", 504)
         flight = Flight(self._next_id, lengths, self.limits.max_unread * len(lengths))
         self._next_id += len(lengths)
+        flight.timer = asyncio.get_running_loop().call_at(deadline, flight.fail, overdue)
         if not self._flights:
             self._moved = time.perf_counter()
         self._flights |= dict.fromkeys(flight.ids, flight)
@@ -217,7 +226,8 @@ class EngineProcess:
         return flight
 
     def abort(self, flight: Flight) -> None:
-        """End what is left of a request; nothing more comes of it."""
+        """End what is left of a request; nothing more comes of it. Every request must be given here in the end."""
+        flight.timer.cancel()
         left = [sequence for sequence in flight.ids if self._flights.pop(sequence, None)]
         flight.ids.clear()
         if left and self.alive:
@@ -252,7 +262,7 @@ class EngineProcess:
                 self._deliver(message["deltas"])
                 self.metrics.step(message)
         self.alive = False
-        self.fail_all(EngineFailed(GONE))
+        self.fail_all(EngineFailed(GONE, 503))
 
     def _answer(self, message: dict[str, Any]) -> None:
         flight = self._flights.get(message["request"])

@@ -33,7 +33,8 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_token_ids: tuple[int, ...]) -> None:
         self.vocab_size = vocab_size
         backend = tokenizer.backend.to_str()
-        self._tokenizer = LLTokenizer(backend, n_vocab=vocab_size, eos_token=list(end_token_ids))
+        most = max(vocab_size, tokenizer.vocab_size)  # a tokenizer may have tokens that the model lacks
+        self._tokenizer = LLTokenizer(backend, n_vocab=most, eos_token=list(end_token_ids))
 
     def constraint(self, source: Mapping[str, Any]) -> "GrammarConstraint":
         """The constraint of a `source`: {"schema": ...} or {"regex": ...}. Other threads run while it compiles.
@@ -66,7 +67,10 @@ class GrammarConstraint:
     def _mask(self) -> np.ndarray:
         bits = self._matcher.compute_bitmask() if not self._matcher.is_error() else b""
         self._check()
-        return np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")[: self._vocab_size].astype(bool)
+        mask = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")[: self._vocab_size].astype(bool)
+        if not mask.any():
+            raise GrammarError("the schema or regex needs a token that the model lacks")
+        return mask
 
     def _check(self) -> None:
         if self._matcher.is_error():

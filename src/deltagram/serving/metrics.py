@@ -9,7 +9,7 @@ _STEP_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1
 
 
 class Metrics:
-    """`step` takes the engine's messages; the server observes the rest."""
+    """`model` and `step` take the engine's messages; the server observes the rest."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -32,6 +32,12 @@ class Metrics:
         self.in_flight = gauge("in_flight", "Sequences admitted and not ended.")
         self.cache_pages = gauge("cache_pages", "Pages of the cache.")
         self.state_slots = gauge("state_slots", "Slots of recurrent state.")
+        self.table_rows = Gauge(
+            "deltagram_table_rows", "Rows of n-gram tables, by where they are.", ["tier"], registry=registry
+        )
+        self.table_bytes = Gauge(
+            "deltagram_table_bytes", "Bytes of n-gram tables, by where they are.", ["tier"], registry=registry
+        )
         self.counts = {
             "prefill_tokens": counter("prefill_tokens", "Tokens run as parts of prompts."),
             "decode_tokens": counter("decode_tokens", "Tokens run one by one."),
@@ -48,6 +54,14 @@ class Metrics:
             _STEP_SECONDS, "kind", "size",
         )  # fmt: skip
         self._before: dict[str, int] = {}
+
+    def model(self, facts: dict[str, Any]) -> None:
+        """Take what the engine says of its model (worker.py)."""
+        self.cache_pages.set(facts["num_pages"])
+        self.state_slots.set(facts["max_num_sequences"])
+        for tier, rows, size in facts["tables"]:
+            self.table_rows.labels(tier).inc(rows)
+            self.table_bytes.labels(tier).inc(size)
 
     def step(self, message: dict[str, Any]) -> None:
         """Take an engine's message (worker.py)."""

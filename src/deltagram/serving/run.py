@@ -81,7 +81,7 @@ async def _drain(engine: EngineProcess, server: Server, http: uvicorn.Server) ->
     server.draining = True
     log.warning("shutting down: %d sequences have %g s to finish", engine.in_flight, server.limits.grace_seconds)
     if not await _idle(server, server.limits.grace_seconds):
-        engine.fail_all(EngineFailed("the server is shutting down"))
+        engine.fail_all(EngineFailed("the server is shutting down", 503))
         await _idle(server, LAST_WORDS_SECONDS)
     http.should_exit = True
 

@@ -1,7 +1,6 @@
 """The routes: OpenAI's, and those for operators."""
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
+from pydantic_core import to_json
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from deltagram import __version__
@@ -53,8 +53,7 @@ class Server:
         self.compiler = ThreadPoolExecutor(1, "compile")
         self.draining = False
         self.created = int(time.time())
-        metrics.cache_pages.set(facts["num_pages"])
-        metrics.state_slots.set(facts["max_num_sequences"])
+        metrics.model(facts)
         metrics.in_flight.set_function(lambda: engine.in_flight)
         self.api = self._api()
         self.app = Guard(self.api, self, limits, keys, GENERATES)
@@ -214,27 +213,24 @@ class Server:
         try:
             if why := self.refuses_generation():  # also what came to pass while the body was read
                 return self._ended("refused", unavailable(why, self.limits))
-            flight = self.engine.admit(prompts, seeds, asdict(job.params), job.grammar, request.scope["salt"])
+            flight = self.engine.admit(prompts, seeds, asdict(job.params), job.grammar, request.scope["salt"], deadline)
         except Overloaded as error:
             return self._ended("refused", unavailable(str(error), self.limits))
         streaming = False
         answer = kind(self.name, self.tokenizer, sum(map(len, prompts)))
         try:
-            async with asyncio.timeout_at(deadline):
-                await unless_gone(request.receive, asyncio.shield(flight.accepted))
-                if not body.stream:
-                    pieces = await unless_gone(request.receive, _all(flight))
-                    whole = answer.body([answer.choice(piece, chunk=False) for piece in pieces])
-                    return self._ended("finished", JSONResponse(whole))
+            await unless_gone(request.receive, asyncio.shield(flight.accepted))
+            if not body.stream:
+                pieces = await unless_gone(request.receive, _all(flight))
+                whole = answer.body([answer.choice(piece, chunk=False) for piece in pieces])
+                return self._ended("finished", JSONResponse(whole))
             streaming = True
-            events = self._events(flight, answer, body.stream_options or protocol.StreamOptions(), deadline)
+            events = self._events(flight, answer, body.stream_options or protocol.StreamOptions())
             return EventStream(events, partial(self.engine.abort, flight), self.limits.max_send_seconds)
         except ValueError as error:
             return self._ended("refused", error_response(400, str(error)))
         except EngineFailed as error:
-            return self._ended("failed", error_response(500 if self.engine.alive else 503, str(error)))
-        except TimeoutError:
-            return self._ended("failed", error_response(504, self._too_slow()))
+            return self._ended("failed", error_response(error.status, str(error)))
         except ClientGone:
             return self._ended("aborted", Response())
         finally:
@@ -242,32 +238,24 @@ class Server:
                 self.engine.abort(flight)
 
     async def _events(
-        self, flight: Flight, answer: Answer, options: protocol.StreamOptions, deadline: float
+        self, flight: Flight, answer: Answer, options: protocol.StreamOptions
     ) -> AsyncGenerator[bytes, None]:
         told = True if options.continuous_usage_stats else None if options.include_usage else False
         outcome = "aborted"
         try:
             if opening := answer.opening(len(flight.ids)):
                 yield _event(answer.chunk(opening, told))
-            while True:
-                async with asyncio.timeout_at(deadline):
-                    pieces = await flight.take()
-                if not pieces:
-                    break
+            while pieces := await flight.take():
                 yield _event(answer.chunk([answer.choice(piece, chunk=True) for piece in pieces], told))
             outcome = "finished"
             if options.include_usage:
                 yield _event(answer.chunk([], True))
             yield b"data: [DONE]\n\n"
-        except (EngineFailed, TimeoutError) as error:
+        except EngineFailed as error:
             outcome = "failed"
-            message = self._too_slow() if isinstance(error, TimeoutError) else str(error)
-            yield _event({"error": {"message": message, "type": "server_error", "param": None, "code": None}})
+            yield _event({"error": {"message": str(error), "type": "server_error", "param": None, "code": None}})
         finally:
             self.metrics.requests.labels(outcome).inc()
-
-    def _too_slow(self) -> str:
-        return f"the answer took longer than {self.limits.max_request_seconds:g} s"
 
     def _ended(self, outcome: str, response: Response) -> Response:
         self.metrics.requests.labels(outcome).inc()
@@ -286,7 +274,7 @@ async def _all(flight: Flight) -> list[Piece]:
 
 
 def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + to_json(data) + b"\n\n"
 
 
 @contextmanager

@@ -22,6 +22,8 @@ from deltagram.engine.engine import Delta
 from deltagram.engine.params import SamplingParams
 from deltagram.engine.request import Request
 from deltagram.llm import LLM
+from deltagram.models.base import Model
+from deltagram.ngram.cached import CachedStore
 from deltagram.serving import channel
 from deltagram.serving.faults import describe
 from deltagram.serving.grammar import GrammarConstraint, GrammarError, Grammars
@@ -162,9 +164,22 @@ def facts(llm: LLM) -> dict[str, Any]:
         "max_num_sequences": engine.settings.max_num_sequences,
         "end_token_ids": engine.end_token_ids,
         "num_pages": engine.stats.num_pages,
+        "tables": _tables(engine.model),
         "device": str(engine.settings.device),
         "notes": llm.notes,
     }
+
+
+def _tables(model: Model) -> list[tuple[str, int, int]]:
+    """(tier, rows, bytes of rows) of every table of n-gram rows, and of every cache of one."""
+    found = []
+    for store in getattr(model, "stores", ()):
+        if isinstance(store, CachedStore):
+            found.append(("cached", store.num_slots, store.num_slots * store.format.row_bytes))
+            store = store.below
+        tier = type(store).__name__.removesuffix("Store").lower()
+        found.append((tier, store.num_rows, store.num_rows * store.format.row_bytes))
+    return found
 
 
 def serve(descriptor: int) -> None:
