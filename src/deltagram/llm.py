@@ -56,12 +56,11 @@ def shipped_model() -> Path:
 
 
 class LLM:
-    """A loaded model.
+    """A loaded model, for one thread at a time.
 
     model: a checkpoint folder or a hub id; the shipped model if None. device, dtype and further keywords are the
-    settings of engine/settings.py. Raises ValueError, listing every problem, for settings or a checkpoint that cannot
-    be honoured.
-    `progress` is called with the bytes of each piece of the weights that was read.
+    settings of engine/settings.py. `progress` is called with the bytes of each piece of the weights that was read.
+    Raises ValueError, listing every problem, for settings or a checkpoint that cannot be honoured.
     """
 
     def __init__(
