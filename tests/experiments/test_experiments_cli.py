@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -138,3 +139,11 @@ def test_an_open_look_says_what_the_blocks_left_can_do(make_plan):
         r"with this spread, 4 blocks should resolve ±\d+\.\d+ % and find \d+\.\d+ % four times", done.stderr
     )
     assert re.search(r"all: unresolved, resolution ±", done.stdout)
+
+
+def test_the_numbers_of_the_committed_report():
+    reports = Path(__file__).parents[2] / "docs" / "reports"
+    words = ["compare", "--from", str(reports / "prefill-chunk.csv"), "--margin", "0.05", "--json"]
+    said = json.loads(runner.invoke(app, words).stdout)["cells"]["all"]
+    page = (reports / "prefill-chunk.html").read_text()
+    assert said["verdict"] == "faster" and f"B is {said['speedup']:.1%}".replace("%", " %") in page

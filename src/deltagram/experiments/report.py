@@ -136,7 +136,7 @@ def _to_resolve(plan: Plan, cell: Cell, row: Mapping[str, Any], ok: Sequence[Map
     return _section(
         f"What would resolve it{_of(plan, cell)}",
         f"<p>Differences below {plain_bound(row['resolution'])} cannot be told from none here. If mean and spread stay "
-        "as they are, a new plan would need:</p>",
+        "as they are, a new plan with one look would need:</p>",
         f"<ul>{''.join(parts) or '<li>more blocks than are within reach</li>'}</ul>",
         f"<p>Or a steadier machine: blocks spread by {plain(fraction(row['block_sd']))} (standard deviation); with "
         f"{planned} blocks, below {plain(fraction(sd))} is needed to see into the margin.</p>",

@@ -140,7 +140,7 @@ class PairedResult:
         return power(log(1.0 + self.margin), self.blocks, self.block_sd, self.nominal_level)
 
     def blocks_to_tell(self, limit: int = 10_000) -> tuple[int | None, int | None]:
-        """Blocks in one fresh run that would show (a difference, equivalence), if mean and spread stay as they are.
+        """Blocks of a fresh run with one look that would show (a difference, equivalence), mean and spread staying so.
 
         None: not within `limit` blocks; for equivalence also when the mean lies outside the margin.
         """
