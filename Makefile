@@ -9,7 +9,7 @@ PROMPT ?= It was a fine morning in the country, and
 #   make demo TORCH_FROM="--index-url https://download.pytorch.org/whl/cpu"
 TORCH_FROM ?=
 
-.PHONY: demo test lint types clean
+.PHONY: demo test conformance lint types clean
 .DEFAULT_GOAL := demo
 
 $(VENV)/.base: pyproject.toml
@@ -36,6 +36,14 @@ types: $(VENV)/.dev
 
 test: lint types
 	$(BIN)/python -m pytest
+
+# Clients that others wrote against a server of the shipped model; openai also in its first major version.
+conformance: $(VENV)/.dev
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[conformance]'
+	$(PYTHON) -m venv $(VENV)/openai-1
+	$(VENV)/openai-1/bin/pip install --quiet --disable-pip-version-check 'openai<2'
+	DELTAGRAM_CLIENTS=$(abspath $(BIN)/python):$(abspath $(VENV)/openai-1/bin/python) \
+	$(BIN)/python -m pytest -m conformance tests/serving/conformance
 
 clean:
 	rm -rf $(VENV) build dist

@@ -3,6 +3,9 @@
 Both are loaded at once and take turns, so that a machine that slows down slows both; a figure is the median over the
 turns of the ratio of two neighbours. Each has one thread of its own for the model.
 
+On a machine that others use, the two cores that a server needs are not there, and the ratio says little. `busy_ratio`
+then says more: the share of the time that the engine spends inside steps, behind the server over alone.
+
     python benchmarks/server_overhead.py [--rounds 7]
 """
 
@@ -60,6 +63,11 @@ async def server_rate(url: str) -> float:
     return TOKENS / seconds
 
 
+def server_step_seconds(server: RunningServer) -> float:
+    lines = server.client.get("/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("deltagram_step_seconds_sum{"))
+
+
 def cpu_seconds(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -77,13 +85,23 @@ def main() -> None:
         turns = []
         for i in range(rounds):
             rates: dict[str, float] = {}
+            before = llm.stats.seconds, server_step_seconds(server)
             for who in ("engine", "server") if i % 2 else ("server", "engine"):
                 rates[who] = engine_rate(llm) if who == "engine" else asyncio.run(server_rate(server.url))
-            turns.append(rates | {"ratio": rates["server"] / rates["engine"]})
+            busy = {
+                "engine": (llm.stats.seconds - before[0]) * rates["engine"] / TOKENS,
+                "server": (server_step_seconds(server) - before[1]) * rates["server"] / TOKENS,
+            }
+            ratios = {"ratio": rates["server"] / rates["engine"], "busy_ratio": busy["server"] / busy["engine"]}
+            turns.append(rates | ratios)
             Console().print(f"engine {rates['engine']:.0f}, server {rates['server']:.0f} tokens/s")
         cpu = {"server": cpu_seconds(server.process.pid), "engine": cpu_seconds(server.engine_pid())}
-    medians = {name: statistics.median(turn[name] for turn in turns) for name in ("engine", "server", "ratio")}
-    Console().print(f"server / engine: {medians['ratio']:.3f}")
+    medians = {
+        name: statistics.median(turn[name] for turn in turns) for name in ("engine", "server", "ratio", "busy_ratio")
+    }
+    Console().print(
+        f"server / engine: {medians['ratio']:.3f}; of the share of time in steps: {medians['busy_ratio']:.3f}"
+    )
     save(
         "server_overhead",
         {"streams": STREAMS, "new_tokens": NEW, "medians": medians, "turns": turns, "cpu_seconds": cpu},
