@@ -1,6 +1,7 @@
 """Executes step plans: owns the model, the pools and the token history, and nothing of the scheduling."""
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -97,18 +98,26 @@ class Runner:
             self.slots.advance(entry.slot, entry.generation, request.id, entry.start, entry.num_new)
         packed = torch.from_numpy(pack(plan, self.page_size, pad_row=self.slots.pad, pad_slot=self.slots.pad))
         table = prepare(packed.to(self.device), plan.bucket, self.history, self.page_table, self.page_size)
-        hidden = self.model.forward(table, self.history)
-        self._keep_prompt_logits(requests, table, hidden)
+        ends = accumulate(entry.num_new for entry in plan.entries)
+        last = [end - 1 for end, entry in zip(ends, plan.entries, strict=True) if entry.samples]
+        rows = torch.tensor(last, dtype=torch.int64, device=self.device) if len(last) < plan.bucket.tokens else None
+        if any(request.wants_prompt_logits for request in requests):
+            hidden = self.model.forward(table, self.history)
+            self._keep_prompt_logits(requests, table, hidden)
+            hidden = hidden if rows is None else hidden[rows]
+        else:
+            hidden = self.model.forward(table, self.history, rows)
         return self._sample(scheduled, table, hidden)
 
     def _sample(self, scheduled: Scheduled, table: SequenceTable, hidden: Tensor) -> StepOutput:
+        """hidden: [n, H], of the last token of each sequence that samples."""
         entries = scheduled.plan.entries
         sampling = [n for n, entry in enumerate(entries) if entry.samples]
         requests = tuple(scheduled.requests[n] for n in sampling)
         if not sampling:
             return StepOutput((), [], SampleOutput(torch.empty(0, dtype=torch.int64), None, None, None))
         sequence = torch.tensor(sampling, device=self.device)
-        logits = self.model.logits(hidden[table.cu_tokens[1:].long()[sequence] - 1])
+        logits = self.model.logits(hidden)
         rows = [SampleRow(request.params, request.slot, request.seed) for request in requests]
         tensors = SamplingTensors.build(rows, eos_token_ids=self.end_token_ids, device=self.device)
         prompt_lengths = torch.tensor([len(request.prompt) for request in requests], device=self.device)

@@ -106,6 +106,8 @@ class SamplingTensors:
         device: torch.device | str = "cpu",
     ) -> "SamplingTensors":
         """`pack` and copy. Rows of the logits beyond `rows` are padding: they get their argmax and touch nothing."""
+        if sizes is None and all(row.params.is_plain_greedy and row.params.logprobs is None for row in rows):
+            return SamplingTensors(Sizes(), torch.empty(0, dtype=torch.int64, device=device), {})
         packed, sizes = pack(rows, eos_token_ids=eos_token_ids, sizes=sizes)
         return SamplingTensors.view(torch.from_numpy(packed).to(device, non_blocking=True), sizes)
 

@@ -8,7 +8,20 @@ from torch import Tensor
 from deltagram.kernels._compiled import compiled, spread
 from deltagram.kernels._packed import Packed, room
 from deltagram.kernels._products import PRODUCT, product
-from deltagram.kernels._vectors import LANES, add, fma, load, multiply, norm_row, sigmoid, silu, splat, store
+from deltagram.kernels._vectors import (
+    LANES,
+    add,
+    add_row,
+    fma,
+    get,
+    load,
+    multiply,
+    norm_row,
+    sigmoid,
+    silu,
+    splat,
+    store,
+)
 
 _ROWS = 32  # whose norms and gates stay in the nearest cache
 
@@ -16,7 +29,8 @@ _ROWS = 32  # whose norms and gates stay in the nearest cache
 @compiled
 def _kernel(
     first: int, last: int, scratch: int, f: int, x: int, streams: int, size: int, w: int, eps: float,
-    down: int, down_brief: int, down_outputs: int, up: int, up_brief: int, rank: int, y: int, inject: int,
+    down: int, down_brief: int, down_outputs: int, up: int, up_brief: int, rank: int, last_inject: int, last_out: int,
+    last_stride: int, y: int, inject: int,
 ) -> None:  # fmt: skip
     flat, narrow, wide = streams * size, (down_outputs + 15) // 16 * 16, (streams * size + 15) // 16 * 16
     low, gates = scratch + 4 * _ROWS * flat, scratch + 4 * _ROWS * (flat + narrow)
@@ -26,6 +40,9 @@ def _kernel(
         for r in range(rows):
             for s in range(streams):
                 at = 4 * s * size
+                if last_out != 0:
+                    share = get(last_inject, (begin + r) * streams + s)
+                    add_row(last_out + 4 * (begin + r) * last_stride, share, size, x + 4 * (begin + r) * flat + at)
                 norm_row(x + 4 * (begin + r) * flat + at, w + at, size, eps, scratch + 4 * r * flat + at)
         product(f, scratch, flat, rows, flat, down, down_brief, down_outputs, low, narrow)
         for r in range(rows):
@@ -48,14 +65,20 @@ def _kernel(
                 store(y + 4 * (begin + r) * size, i, size, multiply(a, splat(part)))
 
 
-def hyper_mix(streams: Tensor, weight: Tensor, down: Packed, up: Packed, eps: float) -> tuple[Tensor, Tensor]:
+def hyper_mix(
+    streams: Tensor, weight: Tensor, down: Packed, up: Packed, eps: float, last_inject: Tensor | None = None,
+    last_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows, count, size = streams.shape
     assert streams.is_contiguous()
-    flat = count * size
+    flat, last = count * size, (0, 0, 0)
+    if last_inject is not None and last_out is not None:
+        assert last_inject.is_contiguous() and last_out.stride(1) == 1
+        last = last_inject.data_ptr(), last_out.data_ptr(), last_out.stride(0)
     y, inject = torch.empty(rows, size), torch.empty(rows, count if down.outputs > up.inputs else 0)
     spread(
         _kernel, rows, 64, _ROWS * (flat + room(down.outputs) + room(flat)), PRODUCT, streams.data_ptr(), count, size,
-        weight.data_ptr(), eps, down.address, down.brief, down.outputs, up.address, up.brief, up.inputs,
+        weight.data_ptr(), eps, down.address, down.brief, down.outputs, up.address, up.brief, up.inputs, *last,
         y.data_ptr(), inject.data_ptr(),
     )  # fmt: skip
     return y, inject

@@ -177,7 +177,7 @@ def moe(
 ) -> Tensor:  # fmt: skip
     rows, size = x.shape
     assert x.stride(1) == 1
-    experts, width, block = router.outputs - 1, room(size), min(rows, _ROWS)
+    experts, width, block = router.outputs - 1, room(size), max(1, min(rows, _ROWS))
     a_row = room(experts + 1) + 3 * top_k + size + width + max(room(gate_up.outputs), room(shared_gate_up.outputs))
     y = torch.empty(rows, width)
     spread(

@@ -27,16 +27,16 @@ class HyperConnection:
         self.down = Linear(flat, parts, make)
         self.up = Linear(rank, {"input_mix_weight_up": flat}, make)
 
-    def enter(self, streams: Tensor) -> tuple[Tensor, Tensor]:
-        """streams [T, streams, H] -> the block's input [T, H] and the injection weights [T, streams]."""
-        return hyper_mix(streams, self.norm.scale, self.down.matrix, self.up.matrix, self.norm.eps)
+    def enter(self, streams: Tensor, inject: Tensor | None = None, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """streams [T, streams, H] -> the block's input [T, H] and its injection weights [T, streams].
 
-    def read(self, streams: Tensor) -> Tensor:
-        """streams [T, streams, H] -> [T, H], for the model's end."""
-        return self.enter(streams)[0]
+        `inject` and `out` are those of the block before, if it has yet to leave.
+        """
+        return hyper_mix(streams, self.norm.scale, self.down.matrix, self.up.matrix, self.norm.eps, inject, out)
 
-    def leave(self, streams: Tensor, inject: Tensor, out: Tensor) -> None:
-        """Add the block's output [T, H] to the streams, in place."""
+    @staticmethod
+    def leave(streams: Tensor, inject: Tensor, out: Tensor) -> None:
+        """Add a block's output [T, H] to the streams, in place."""
         hyper_add(streams, inject, out)
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:

@@ -30,8 +30,9 @@ class Model(Protocol):
     memory_layers: list[PLELayer]
     block_size: int  # tokens an indexer's block; 1 without one
 
-    def forward(self, table: SequenceTable, history: TokenHistory) -> Tensor:
-        """Run a step's tokens; their last hidden states [T, H]. Pools are updated in place."""
+    def forward(self, table: SequenceTable, history: TokenHistory, rows: Tensor | None = None) -> Tensor:
+        """Run a step's tokens; their last hidden states [T, H], or of `rows` (int64 [n]) alone, which spares the others
+        the end of the last layer. Pools are updated in place."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

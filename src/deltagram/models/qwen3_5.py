@@ -32,11 +32,11 @@ class DecoderLayer:
         self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, make)
         self.mlp = MLP(config.hidden_size, config.intermediate_size, make)
 
-    def __call__(self, x: Tensor, table: SequenceTable, rotary: Rotary) -> Tensor:
-        if isinstance(self.mixer, Attention):
-            x = x + self.mixer(self.input_norm(x), table, rotary)
-        else:
-            x = x + self.mixer(self.input_norm(x), table)
+    def __call__(self, x: Tensor, table: SequenceTable, rotary: Rotary, rows: Tensor | None) -> Tensor:
+        """Past the mixer only `rows` go on, if given."""
+        normed = self.input_norm(x)
+        x = x + (self.mixer(normed, table, rotary) if isinstance(self.mixer, Attention) else self.mixer(normed, table))
+        x = x if rows is None else x[rows]
         return x + self.mlp(self.post_norm(x))
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
@@ -63,10 +63,10 @@ class Qwen35:
         self.attention_layers = [layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention)]
         self.memory_layers: list[PLELayer] = []
 
-    def forward(self, table: SequenceTable, history: TokenHistory) -> Tensor:
+    def forward(self, table: SequenceTable, history: TokenHistory, rows: Tensor | None = None) -> Tensor:
         x = self.embedding(table.token)
         for layer in self.layers:
-            x = layer(x, table, self.rotary)
+            x = layer(x, table, self.rotary, rows if layer is self.layers[-1] else None)
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from deltagram.step.history import TokenHistory
 from deltagram.step.sequences import SequenceTable
 
 IN_DEVICE = Placement("device")
+Block = tuple[Tensor, Tensor]  # injection weights [T, streams] and output [T, H] of a block that has yet to leave
 
 
 class DecoderLayer:
@@ -62,14 +63,17 @@ class DecoderLayer:
             make,
         )
 
-    def __call__(self, streams: Tensor, table: SequenceTable, rotary: Rotary) -> None:
-        x, inject = self.around_mixer.enter(streams)
-        if isinstance(self.mixer, Attention):
-            self.around_mixer.leave(streams, inject, self.mixer(x, table, rotary))
-        else:
-            self.around_mixer.leave(streams, inject, self.mixer(x, table))
-        x, inject = self.around_experts.enter(streams)
-        self.around_experts.leave(streams, inject, self.experts(x))
+    def __call__(
+        self, streams: Tensor, last: Block | None, table: SequenceTable, rotary: Rotary, rows: Tensor | None
+    ) -> tuple[Tensor, Block]:
+        """The streams, updated in place but for the experts' output, which is returned as `last` was given: whoever
+        reads the streams next adds it. Past the mixer only `rows` go on, if given."""
+        x, inject = self.around_mixer.enter(streams, *(last or ()))
+        out = self.mixer(x, table, rotary) if isinstance(self.mixer, Attention) else self.mixer(x, table)
+        if rows is not None:
+            streams, inject, out = streams[rows], inject[rows], out[rows]
+        x, inject = self.around_experts.enter(streams, inject, out)
+        return streams, (inject, self.experts(x))
 
     def tensors(self, prefix: str, packed_experts: bool) -> dict[str, Tensor]:
         experts = self.experts.tensors if packed_experts else self.experts.unpacked
@@ -120,20 +124,25 @@ class Qwen4Exp:
             projections = [memory.projection for memory in self.memory_layers]
             self.run_ahead = RunAhead(layers, self.specs, self.stores, projections, make.device)
 
-    def forward(self, table: SequenceTable, history: TokenHistory) -> Tensor:
+    def forward(self, table: SequenceTable, history: TokenHistory, rows: Tensor | None = None) -> Tensor:
         words = self.embedding(table.token)
-        streams = words[:, None].repeat(1, self.config.hc_count, 1)  # [T, streams, H], updated in place by every layer
+        streams = words[:, None].repeat(1, self.config.hc_count, 1)  # [T, streams, H]
+        last: Block | None = None
         if self.run_ahead is not None:
             self.run_ahead.start(table, history)
         try:
             for i, layer in enumerate(self.layers):
                 if layer.memory is not None and self.run_ahead is not None:
+                    if last is not None:
+                        HyperConnection.leave(streams, *last)
+                        last = None
                     layer.memory(streams, *self.run_ahead.take(i), table)
-                layer(streams, table, self.rotary)
+                wanted = rows if layer is self.layers[-1] else None
+                streams, last = layer(streams, last, table, self.rotary, wanted)
         finally:
             if self.run_ahead is not None:
                 self.run_ahead.finish()
-        return self.mixer.read(streams)
+        return self.mixer.enter(streams, *(last or ()))[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.embedding.logits(hidden)

@@ -29,7 +29,7 @@ class TokenHistory:
 
     def append(self, rows: Tensor, tokens: Tensor) -> None:
         """Add one sampled token to each of `rows`. rows, tokens: int64 [n], rows distinct."""
-        ends = self.lengths[rows].long()
-        self.tokens[rows, ends] = tokens.int()
-        self.lengths[rows] += 1
-        self.committed[rows] = 1
+        ends = self.lengths.index_select(0, rows)
+        self.tokens.view(-1).index_copy_(0, rows * self.tokens.shape[1] + ends, tokens.int())
+        self.lengths.index_copy_(0, rows, ends + 1)
+        self.committed.index_fill_(0, rows, 1)

@@ -7,6 +7,7 @@ has ended.
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -90,33 +91,28 @@ def max_grants(bucket: Bucket, page_size: int) -> int:
 def pack(plan: StepPlan, page_size: int, pad_row: int, pad_slot: int) -> Array:
     """The host's part of the table as one flat int32 array, in the order of the fields above."""
     entries, bucket = plan.entries, plan.bucket
-    shapes = _shapes(bucket, max_grants(bucket, page_size))
-    flat = np.zeros(sum(math.prod(shape) for shape in shapes.values()), np.int32)
-    view = _views(flat, shapes)
-    real = len(entries)
-    view["kind"].fill(Kind.PAD)
-    view["row"].fill(pad_row)
-    view["slot"].fill(pad_slot)
-    view["prefill_start"].fill(-1)
-    view["chunks"].fill(-1)
-    view["kind"][:real] = [entry.kind for entry in entries]
-    view["row"][:real] = [entry.row for entry in entries]
-    view["slot"][:real] = [entry.slot for entry in entries]
-    view["num_draft"][:real] = [entry.num_draft for entry in entries]
-    view["samples"][:real] = [entry.samples for entry in entries]
-    view["cu_tokens"][1 : real + 1] = np.cumsum([entry.num_new for entry in entries], dtype=np.int32)
-    view["cu_tokens"][real + 1 :] = plan.num_tokens
-    chunks = []
-    for n, entry in enumerate(entries):
-        if entry.kind is Kind.PREFILL:
-            view["prefill_start"][n] = entry.start
-            chunks += [(n, index) for index in range(-(-entry.num_new // CHUNK))]
-    if chunks:
-        view["chunks"][: len(chunks)] = chunks
-    if plan.grants:
-        view["grants"][: len(plan.grants)] = [(grant.row, grant.index, grant.page) for grant in plan.grants]
-    view["counts"][:] = (plan.num_tokens, real, len(chunks), len(plan.grants))
-    return flat
+    pad = bucket.sequences - len(entries)
+    chunks = [
+        number
+        for n, entry in enumerate(entries)
+        if entry.kind is Kind.PREFILL
+        for index in range(-(-entry.num_new // CHUNK))
+        for number in (n, index)
+    ]
+    grants = [number for grant in plan.grants for number in (grant.row, grant.index, grant.page)]
+    fields: dict[str, list[int]] = {
+        "counts": [plan.num_tokens, len(entries), len(chunks) // 2, len(plan.grants)],
+        "kind": [*(entry.kind for entry in entries), *[Kind.PAD] * pad],
+        "row": [*(entry.row for entry in entries), *[pad_row] * pad],
+        "slot": [*(entry.slot for entry in entries), *[pad_slot] * pad],
+        "cu_tokens": [0, *accumulate(entry.num_new for entry in entries), *[plan.num_tokens] * pad],
+        "prefill_start": [*(entry.start if entry.kind is Kind.PREFILL else -1 for entry in entries), *[-1] * pad],
+        "num_draft": [*(entry.num_draft for entry in entries), *[0] * pad],
+        "samples": [*(entry.samples for entry in entries), *[0] * pad],
+        "chunks": chunks + [-1] * (2 * bucket.chunks - len(chunks)),
+        "grants": grants + [0] * (3 * max_grants(bucket, page_size) - len(grants)),
+    }
+    return np.array([number for values in fields.values() for number in values], np.int32)
 
 
 def prepare(packed: Tensor, bucket: Bucket, history: TokenHistory, page_table: Tensor, page_size: int) -> SequenceTable:
@@ -153,12 +149,3 @@ def prepare(packed: Tensor, bucket: Bucket, history: TokenHistory, page_table: T
         cache_index=cache_index,
         page_table=page_table,
     )
-
-
-def _views(flat: Array, shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
-    views, offset = {}, 0
-    for name, shape in shapes.items():
-        size = math.prod(shape)
-        views[name] = flat[offset : offset + size].reshape(shape)
-        offset += size
-    return views
