@@ -22,8 +22,8 @@ class Settings:
     max_num_sequences: requests that run at once; others wait.
     max_num_tokens: tokens of the largest step, at least 63 + max_num_sequences; longer prompts are run in chunks.
     cache_bytes: memory for keys, values and index keys; 1 GiB on a CPU and 60 % of what is free on a GPU if None.
-    state_dtype: what the recurrent state is kept in. "bfloat16", on a GPU only, halves what a decode step moves and costs
-        accuracy, with every token a little more: docs/gated-delta.md has the figures of both.
+    state_dtype: what the recurrent state is kept in. "bfloat16", on a GPU only, halves what a decode step moves and
+        costs accuracy, with every token a little more: docs/gated-delta.md has the figures of both.
     ngram_placement: where memory tables live: "device", "host", "shared", "disk" or "cached:SIZE:KIND", which give the
         same bits; see docs/ngram-memory.md.
     poison: fill free slots and pages with NaN, to show that no result depends on them. Slow; for tests.
