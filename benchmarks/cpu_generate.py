@@ -3,10 +3,11 @@
 The two take turns, so that a machine that slows down slows both; a figure is the median over the turns of the ratio
 of two neighbours. A decode step's time is that of NEW tokens less that of one, over NEW - 1.
 
-    python benchmarks/cpu_generate.py [--rounds 7]
+    python benchmarks/cpu_generate.py [--rounds 7] [--threads 2 1]
 """
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -36,7 +37,8 @@ def seconds(run: Callable[[], Any]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()], help="torch's, in turn")
+    rounds, threads = parser.parse_args().rounds, parser.parse_args().threads
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     oracle = AutoModelForCausalLM.from_pretrained(shipped_model(), dtype=torch.float32).eval()
@@ -58,7 +60,9 @@ def main() -> None:
     cases = {f"decode step, batch {batch}": (step, (batch, PROMPT)) for batch in (1, 8)}
     cases["prefill of 512 tokens"] = (lambda run, prompts: run(prompts, 1), (1, 512))  # type: ignore[assignment]
     results = {}
-    for name, (measure, shape) in cases.items():
+    for count, (case, (measure, shape)) in itertools.product(threads, cases.items()):
+        torch.set_num_threads(count)
+        name = f"{case}, {count} threads"
         prompts = torch.randint(3, llm.config.vocab_size, shape, generator=generator)
         measure(theirs, prompts), measure(ours, prompts)
         pairs = []

@@ -1,4 +1,4 @@
-"""Compiled body of causal_conv1d.py: sixteen channels at a time through all sequences."""
+"""Compiled body of causal_conv1d.py."""
 
 from __future__ import annotations
 
@@ -6,35 +6,45 @@ import torch
 from torch import Tensor
 
 from deltagram.kernels._compiled import compiled, spread
-from deltagram.kernels._vectors import LANES, fma, get, get_int, load, put, silu, splat, store
+from deltagram.kernels._vectors import LANES, fma, get, get_int, get_long, load, put, put_long, silu, splat, store
 
 
 @compiled
 def _kernel(
-    first: int, last: int, taps: int, x: int, x_stride: int, channels: int, weight: int, width: int, ring: int,
+    first: int, last: int, scratch: int, x: int, x_stride: int, channels: int, weight: int, width: int, ring: int,
     length: int, sequences: int, cu_tokens: int, start: int, slot: int, dilation: int, rows: int, out: int,
 ) -> None:  # fmt: skip
-    for c in range(first * LANES, min(last * LANES, channels), LANES):
-        for lane in range(min(LANES, channels - c)):
-            for j in range(width):
-                put(taps, j * LANES + lane, get(weight, (c + lane) * width + j))
-        for n in range(sequences):
-            begin, end, past = get_int(cu_tokens, n), get_int(cu_tokens, n + 1), get_int(start, n)
-            line = ring + 4 * get_int(slot, n) * length * channels
-            for t in range(begin, end):
+    left, right = first * LANES, min(last * LANES, channels)
+    inputs, taps = scratch, scratch + 8 * width  # addresses of a token's inputs, oldest first; the weight, turned
+    for j in range(width):
+        for c in range(left, right):
+            put(taps, j * channels + c, get(weight, c * width + j))
+    for n in range(sequences):
+        begin, end, past = get_int(cu_tokens, n), get_int(cu_tokens, n + 1), get_int(start, n)
+        line = ring + 4 * get_int(slot, n) * length * channels
+        for t in range(begin, end):
+            oldest = width  # inputs before the request's first count as zero
+            for j in range(width - 1, -1, -1):
+                source = t - (width - 1 - j) * dilation
+                place = past + source - begin
+                if source >= begin:
+                    put_long(inputs, j, x + 4 * source * x_stride)
+                elif place >= 0:
+                    put_long(inputs, j, line + 4 * (place % length) * channels)
+                else:
+                    break
+                oldest = j
+            for c in range(left, right, LANES):
                 a = splat(0.0)
-                for j in range(width):
-                    source = t - (width - 1 - j) * dilation
-                    tap, position = load(taps, j * LANES, (j + 1) * LANES), past + source - begin
-                    if source >= begin:
-                        a = fma(tap, load(x + 4 * source * x_stride, c, channels), a)
-                    elif position >= 0:
-                        a = fma(tap, load(line + 4 * (position % length) * channels, c, channels), a)
+                for j in range(oldest, width):
+                    a = fma(load(taps + 4 * j * channels, c, channels), load(get_long(inputs, j), c, channels), a)
                 store(out + 4 * t * channels, c, channels, silu(a))
-            for t in range(max(begin, end - length), end):
-                entry = line + 4 * ((past + t - begin) % length) * channels
+        for t in range(max(begin, end - length), end):
+            entry = line + 4 * ((past + t - begin) % length) * channels
+            for c in range(left, right, LANES):
                 store(entry, c, channels, load(x + 4 * t * x_stride, c, channels))
-        for t in range(get_int(cu_tokens, sequences), rows):
+    for t in range(get_int(cu_tokens, sequences), rows):
+        for c in range(left, right, LANES):
             store(out + 4 * t * channels, c, channels, splat(0.0))
 
 
@@ -48,7 +58,7 @@ def causal_conv1d(
     out = torch.empty(rows, channels)
     vectors = -(-channels // LANES)
     spread(
-        _kernel, vectors, 1 if rows >= 64 else vectors, width * LANES, x.data_ptr(), x.stride(0), channels,
+        _kernel, vectors, 1 if rows >= 64 else vectors, width * (channels + 2), x.data_ptr(), x.stride(0), channels,
         weight.data_ptr(), width, ring.data_ptr(), ring.shape[1], len(slot), cu_tokens.data_ptr(), start.data_ptr(),
         slot.data_ptr(), dilation, rows, out.data_ptr(),
     )  # fmt: skip

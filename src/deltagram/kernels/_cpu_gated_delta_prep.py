@@ -41,11 +41,12 @@ def gated_delta_prep(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     rows, value_heads = a.shape
     assert qkv.stride(1) == 1 and a.stride(1) == 1 and b.stride(1) == 1
-    qk, gates = torch.empty(2, rows, num_key_heads, key_dim), torch.empty(2, rows, value_heads)
+    q, k = torch.empty(2, rows, num_key_heads, key_dim).unbind()
+    g, beta = torch.empty(2, rows, value_heads).unbind()
     spread(
         _kernel, rows, 128, 0, qkv.data_ptr(), qkv.stride(0), a.data_ptr(), a.stride(0), b.data_ptr(), b.stride(0),
-        A_log.data_ptr(), dt_bias.data_ptr(), rows, num_key_heads, value_heads, key_dim, qk.data_ptr(),
-        gates.data_ptr(),
+        A_log.data_ptr(), dt_bias.data_ptr(), rows, num_key_heads, value_heads, key_dim, q.data_ptr(),
+        g.data_ptr(),
     )  # fmt: skip
-    v = qkv[:, 2 * num_key_heads * key_dim :].unflatten(1, (value_heads, -1))
-    return qk[0], qk[1], v, gates[0], gates[1]
+    v = qkv[:, 2 * num_key_heads * key_dim :].view(rows, value_heads, -1)
+    return q, k, v, g, beta

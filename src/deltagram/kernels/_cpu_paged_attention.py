@@ -49,13 +49,16 @@ def _mark(marks, position, selected, count, block_size):  # type: ignore[no-unty
 def _list_keys(keys, page_table, page_size, position, selected, count, block_size, marks):  # type: ignore[no-untyped-def]
     """Places in the cache of the keys that the query at `position` sees, into `keys`; their number. selected 0: all up
     to it. marks: room for an int32 a block."""
-    n, complete = 0, (position + 1) // block_size
+    n, left = 0, position + 1
+    complete = left // block_size * block_size
     if selected != 0:
         _mark(marks, position, selected, count, block_size)
-    for p in range(position + 1):
-        if selected == 0 or p // block_size >= complete or get_int(marks, p // block_size) != 0:
-            put_int(keys, n, get_int(page_table, p // page_size) * page_size + p % page_size)
-            n += 1
+    for index in range((position + page_size) // page_size):
+        page, begun = get_int(page_table, index) * page_size, index * page_size
+        for i in range(min(page_size, left - begun)):
+            if selected == 0 or begun + i >= complete or get_int(marks, (begun + i) // block_size) != 0:
+                put_int(keys, n, page + i)
+                n += 1
     return n
 
 

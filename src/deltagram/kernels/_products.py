@@ -92,7 +92,7 @@ def _product(brief: bool) -> Any:
     def product(x, x_stride, rows, k, w, outputs, y, y_stride):  # type: ignore[no-untyped-def]
         panels, size = (outputs + LANES - 1) // LANES, k * (LANES * item)
         c = 0
-        while rows < 4 and panels - c >= 8:  # few rows: sums of more panels hide the time an addition takes
+        while rows < 2 and panels - c >= 8:  # one row: sums of more panels hide the time an addition takes
             eight(x, x_stride, rows, k, w + c * size, y + 64 * c, y_stride)
             c += 8
         while rows < 8 and panels - c >= 4:

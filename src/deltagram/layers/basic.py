@@ -5,7 +5,7 @@ that what is applied together is one matrix product. Once they are loaded, `Fact
 that ops read on a CPU.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -92,9 +92,9 @@ class Linear:
         """x [T, inputs] -> [T, outputs], the parts side by side; rows may be strided."""
         return linear(x, self._weight.matrix)
 
-    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+    def split(self, x: Tensor) -> Sequence[Tensor]:
         """x [T, inputs] -> one [T, outputs] view a part."""
-        return linear(x, self._weight.matrix).split(self.sizes, -1)
+        return linear(x, self._weight.matrix).split_with_sizes(self.sizes, -1)
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         weights = self.weight.split(self.sizes)

@@ -126,7 +126,7 @@ class Qwen4Exp:
 
     def forward(self, table: SequenceTable, history: TokenHistory, rows: Tensor | None = None) -> Tensor:
         words = self.embedding(table.token)
-        streams = words[:, None].repeat(1, self.config.hc_count, 1)  # [T, streams, H]
+        streams = words[:, None].expand(-1, self.config.hc_count, -1).contiguous()  # [T, streams, H]
         last: Block | None = None
         if self.run_ahead is not None:
             self.run_ahead.start(table, history)
