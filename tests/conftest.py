@@ -1,5 +1,14 @@
-"""Every test runs on one thread: tiny tensors gain nothing from more, and on a busy machine threads wait."""
+"""Every test runs on one thread: tiny tensors gain nothing from more, and on a busy machine threads wait. Tests marked
+`gpu` are skipped where there is none."""
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -9,6 +9,7 @@ ALLOW_PATTERNS = [
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
+    "chat_template.json",
     "*.safetensors",
     "model.safetensors.index.json",
 ]
