@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -90,19 +91,27 @@ def _pool() -> ThreadPoolExecutor:
 
 
 def spread(kernel: Callable[..., None], count: int, least: int, scratch: int, *arguments: float) -> None:
-    """kernel(first, last, scratch, *arguments) over the range 0 .. count, in one piece a thread of torch's, each of
-    at least `least`, with the address of `scratch` fp32 numbers of its own."""
-    pieces = min(torch.get_num_threads(), count // least) or 1
-    memory = torch.empty(pieces * scratch) if scratch else None
+    """kernel(first, last, scratch, *arguments) over the range 0 .. count, on as many threads as torch has.
+
+    It is cut into two pieces a thread of at least `least` each, which threads take as they come: one that wakes up late
+    holds up nobody. `scratch` is the address of that many fp32 numbers of the thread's own.
+    """
+    threads = min(torch.get_num_threads(), count // least) or 1
+    memory = torch.empty(threads * scratch) if scratch else None
     address = 0 if memory is None else memory.data_ptr()
-    if pieces == 1:
+    if threads == 1:
         kernel(0, count, address, *arguments)
         return
+    pieces = min(2 * threads, count // least)
     ends = [count * piece // pieces for piece in range(pieces + 1)]
-    others = [
-        _pool().submit(kernel, ends[piece], ends[piece + 1], address + 4 * piece * scratch, *arguments)
-        for piece in range(1, pieces)
-    ]
-    kernel(0, ends[1], address, *arguments)
+    left = pairwise(ends)
+
+    def work(thread: int) -> None:
+        for first, last in left:
+            kernel(first, last, address + 4 * thread * scratch, *arguments)
+
+    others = [_pool().submit(work, thread) for thread in range(1, threads)]
+    work(0)
     for other in others:
-        other.result()
+        if not other.cancel():
+            other.result()
