@@ -1,14 +1,13 @@
 """A Qwen4-Exp model gives the same logits from every placement of its tables, and refuses tables that are not whole."""
 
 import re
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import deltagram.llm
+from deltagram import LLM
 from deltagram.models.config import read_config
 from deltagram.models.load import load_model
 from deltagram.ngram.disk import DiskStore
@@ -20,9 +19,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def logits(folder: Path, placement: str) -> torch.Tensor:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deltagram.llm, "load_model", partial(load_model, ngram_placement=placement))
-        return deltagram.llm.LLM(folder, device="cpu", dtype="float32").prompt_logits(PROMPT)
+    return LLM(folder, device="cpu", dtype="float32", ngram_placement=placement).prompt_logits(PROMPT)
 
 
 def rewrite(folder: Path, change) -> None:
