@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deltagram.gdn.core import LayerState
-from deltagram.gdn.layer import GatedDeltaNet, unpack_qwen3_next
+from deltagram.gdn.layer import GatedDeltaNet
 from deltagram.gdn.state import allocate, ring_length
 from deltagram.layers.basic import Factory
 from deltagram.step.history import TokenHistory
@@ -56,12 +56,11 @@ def test_layer_is_transformers(family: str) -> None:
     make = Factory(torch.device("cpu"), torch.float32)
     ours = GatedDeltaNet(HIDDEN, HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, 4, config.rms_norm_eps, gate, make)
     parameters = {name: tensor.detach() for name, tensor in theirs.named_parameters()}
-    if family == "qwen3_next":
-        packed = parameters.pop("in_proj_qkvz.weight"), parameters.pop("in_proj_ba.weight")
-        flat = unpack_qwen3_next(*packed, HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM)
-        parameters |= {f"{name}.weight": tensor for name, tensor in flat.items()}
-    for name, tensor in ours.tensors("x").items():
-        tensor.copy_(parameters.pop(name.removeprefix("x.")))
+    for name, target in (ours.by_key_head("x") if family == "qwen3_next" else ours.tensors("x")).items():
+        parts = target if isinstance(target, tuple) else (target,)
+        values = parameters.pop(name.removeprefix("x."))
+        for part, rows in zip(parts, values.split([len(part) for part in parts]), strict=True):
+            part.copy_(rows)
     assert not parameters
     ours.state = LayerState(
         allocate(2, (VALUE_HEADS, VALUE_DIM, KEY_DIM), torch.float32, torch.device("cpu"), poison=True),

@@ -366,6 +366,23 @@ def test_values_arrive_in_any_layout_and_dtype(
     assert sum(pieces) == checkpoint.nbytes and max(pieces) <= staging
 
 
+@pytest.mark.parametrize("staging", [16, weights.STAGING_BYTES])
+def test_rows_may_go_to_several_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staging: int) -> None:
+    monkeypatch.setattr(weights, "STAGING_BYTES", staging)
+    stored = torch.randn(7, 5, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    save_file({"a": stored}, tmp_path / SINGLE)
+    fused = torch.zeros(9, 5)
+    parts = (fused[6:9], fused[0:1], torch.zeros(5, 3).t())
+    pieces: list[int] = []
+    load_weights(open_checkpoint(tmp_path), {"a": Weight(parts)}, pieces.append)
+    assert torch.equal(torch.cat(parts), stored.float()) and sum(pieces) == stored.nbytes
+    assert fused[1:6].count_nonzero() == 0
+    short = Weight(tuple(part.to("meta") for part in parts[:2]))
+    assert "a in model.safetensors has shape [7, 5]; expected [4, 5]" in refusal(
+        check_weights, open_checkpoint(tmp_path), {"a": short}
+    )
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_values_arrive_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from deltagram.step.sequences import SequenceTable
 
 
 class GatedDeltaNet:
-    """Linear attention of Qwen3.5 and Qwen4-Exp, H key heads of size K, HV value heads of size V.
+    """Linear attention of the Qwen hybrids, H key heads of size K, HV value heads of size V.
 
     `state` is the layer's part of the pools, set by the engine.
     """
@@ -57,28 +57,27 @@ class GatedDeltaNet:
         return self.out(rms_norm_gated(heads, z, self.norm, table.cu_tokens, self.eps, self.gate).flatten(1))
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
-        return (
-            self.project.tensors(prefix)
-            | self.out.tensors(prefix)
-            | {
-                f"{prefix}.conv1d.weight": self.conv[:, None],
-                f"{prefix}.A_log": self.A_log,
-                f"{prefix}.dt_bias": self.dt_bias,
-                f"{prefix}.norm.weight": self.norm,
-            }
-        )
+        return self.project.tensors(prefix) | self._common(prefix)
 
+    def by_key_head(self, prefix: str) -> dict[str, Tensor | tuple[Tensor, ...]]:
+        """Names of Qwen3-Next's layout, and where their rows go in turn. It packs the projections by key head:
+        in_proj_qkvz [H * (2 K + 2 r V), hidden] holds q, k, r heads of v and r of z, and in_proj_ba [H * 2 r, hidden]
+        holds r rows of b and r of a, with r = HV / H."""
+        keys, heads = self.num_key_heads * self.key_dim, self.num_key_heads
+        qkv, z, b, a = self.project.weight.split(self.project.sizes)
+        q, k, v = qkv.split([keys, keys, self.channels - 2 * keys])
 
-def unpack_qwen3_next(
-    qkvz: Tensor, ba: Tensor, num_key_heads: int, num_value_heads: int, key_dim: int, value_dim: int
-) -> dict[str, Tensor]:
-    """Qwen3-Next's two projections as the four of the layer above.
+        def in_turn(*parts: Tensor) -> tuple[Tensor, ...]:
+            chunks = zip(*(part.chunk(heads) for part in parts), strict=True)
+            return tuple(chunk for head in chunks for chunk in head)
 
-    It packs them by key head: in_proj_qkvz [H * (2 K + 2 r V), hidden] holds q, k, r heads of v and r of z, and
-    in_proj_ba [H * 2 r, hidden] holds r rows of b and r of a, with r = HV / H.
-    """
-    group = num_value_heads // num_key_heads
-    sizes = [key_dim, key_dim, group * value_dim, group * value_dim]
-    q, k, v, z = (part.flatten(0, 1) for part in qkvz.unflatten(0, (num_key_heads, -1)).split(sizes, 1))
-    b, a = (part.flatten(0, 1) for part in ba.unflatten(0, (num_key_heads, -1)).split(group, 1))
-    return {"in_proj_qkv": torch.cat((q, k, v)), "in_proj_z": z, "in_proj_b": b, "in_proj_a": a}
+        packed = {f"{prefix}.in_proj_qkvz.weight": in_turn(q, k, v, z), f"{prefix}.in_proj_ba.weight": in_turn(b, a)}
+        return packed | self._common(prefix)
+
+    def _common(self, prefix: str) -> dict[str, Tensor]:
+        return self.out.tensors(prefix) | {
+            f"{prefix}.conv1d.weight": self.conv[:, None],
+            f"{prefix}.A_log": self.A_log,
+            f"{prefix}.dt_bias": self.dt_bias,
+            f"{prefix}.norm.weight": self.norm,
+        }

@@ -58,13 +58,30 @@ class Weight:
     """What a model does with one checkpoint tensor.
 
     `destination`: the tensor that receives it, of its shape; possibly a strided view into a fused parameter, on any
-    device. `expected`: integers the checkpoint must hold (constants it stores and the model computes). With neither,
-    the tensor is known and ignored. `optional`: the checkpoint may lack it, as it may an ignored one.
+    device; or several, which receive its rows one after the other. `expected`: integers the checkpoint must hold
+    (constants it stores and the model computes). With neither, the tensor is known and ignored. `optional`: the
+    checkpoint may lack it, as it may an ignored one.
     """
 
-    destination: torch.Tensor | None = None
+    destination: torch.Tensor | tuple[torch.Tensor, ...] | None = None
     optional: bool = False
     expected: torch.Tensor | None = None
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """The destinations, in the order of the checkpoint's rows."""
+        if self.destination is None:
+            return ()
+        return self.destination if isinstance(self.destination, tuple) else (self.destination,)
+
+    @property
+    def wanted(self) -> torch.Tensor | None:
+        """A tensor of the shape and dtype that the checkpoint must hold; None for an ignored one."""
+        if not isinstance(self.destination, tuple):
+            return self.destination if self.destination is not None else self.expected
+        first = self.destination[0]
+        rows = sum(len(part) for part in self.destination)
+        return torch.empty((rows, *first.shape[1:]), dtype=first.dtype, device="meta")
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -108,7 +125,7 @@ def check_weights(checkpoint: Checkpoint, plan: dict[str, Weight]) -> None:
     missing, wrong = [], []
     for name, weight in plan.items():
         info = checkpoint.tensors.get(name)
-        wanted = weight.destination if weight.destination is not None else weight.expected
+        wanted = weight.wanted
         if info is None:
             if wanted is not None and not weight.optional:
                 missing.append(f"missing: {name} {list(wanted.shape)}")
@@ -136,12 +153,13 @@ def load_weights(
     for path, group in groupby(in_file_order, key=lambda item: item[1].file):
         with _open(path) as file:
             for name, info in group:
-                destination = plan[name].destination
-                if destination is None:
+                parts, offset = plan[name].parts, info.offset
+                if not parts:
                     report(info.nbytes)
-                    continue
-                assert not destination.is_meta, f"{name} has no memory to load into"
-                _fill(file, info, destination.detach(), info.offset, staging, report)
+                for part in parts:
+                    assert not part.is_meta, f"{name} has no memory to load into"
+                    _fill(file, info, part.detach(), offset, staging, report)
+                    offset += part.numel() * info.dtype.itemsize
 
 
 def read_tensor(info: TensorInfo) -> torch.Tensor:
