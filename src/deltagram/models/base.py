@@ -12,7 +12,8 @@ from deltagram.gdn.layer import GatedDeltaNet
 from deltagram.kernels._packed import Matrix, Packed
 from deltagram.kernels.linear import linear
 from deltagram.layers.basic import Factory
-from deltagram.models.config import FULL, ModelConfig
+from deltagram.layers.mlp import MLP, MoE
+from deltagram.models.config import FULL, ModelConfig, MoEConfig, Qwen3NextConfig, Qwen35Config
 from deltagram.models.weights import Weight
 from deltagram.ngram.layer import PLELayer
 from deltagram.step.history import TokenHistory
@@ -31,12 +32,13 @@ class Model(Protocol):
     block_size: int  # tokens an indexer's block; 1 without one
 
     def forward(self, table: SequenceTable, history: TokenHistory, rows: Tensor | None = None) -> Tensor:
-        """Run a step's tokens; their last hidden states [T, H], or of `rows` (int64 [n]) alone, which spares the others
-        the end of the last layer. Pools are updated in place."""
+        """Run a step's tokens; their last hidden states [T, H], or [T, streams, H] of a model with residual streams; or
+        those of `rows` (int64 [n]) alone, which spares the others the end of the last layer. Pools are updated in
+        place."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, H] -> [n, vocab]."""
+        """hidden [n, H] or [n, streams, H], as `forward` gave it -> [n, vocab]."""
         ...
 
     def weights(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Weight]:
@@ -86,14 +88,38 @@ def linear_attention(config: ModelConfig, make: Factory) -> GatedDeltaNet:
     )
 
 
+def dense_mlp(config: Qwen35Config | Qwen3NextConfig, make: Factory) -> MLP:
+    """The gated MLP that `config` describes."""
+    return MLP(config.hidden_size, config.intermediate_size, make)
+
+
+def experts(config: MoEConfig, make: Factory) -> MoE:
+    """The experts that `config` describes."""
+    return MoE(
+        config.hidden_size,
+        config.num_experts,
+        config.num_experts_per_tok,
+        config.moe_intermediate_size,
+        config.shared_expert_intermediate_size,
+        config.norm_topk_prob,
+        make,
+    )
+
+
 def is_full(config: ModelConfig, layer: int) -> bool:
     """Whether a layer attends (fully or indexed) rather than keeps a recurrent state."""
     return config.layer_types[layer] == FULL
 
 
-def as_weights(tensors: dict[str, Tensor]) -> dict[str, Weight]:
+def as_weights(tensors: Mapping[str, Tensor | tuple[Tensor, ...]]) -> dict[str, Weight]:
     """Layers name tensors; loading wants to know that each of them is needed."""
     return {name: Weight(tensor) for name, tensor in tensors.items()}
+
+
+def experts_weights(mlp: MoE, prefix: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Weight]:
+    """Experts lie packed or one by one: as the checkpoint has them."""
+    packed = f"{prefix}.experts.gate_up_proj" in shapes
+    return as_weights(mlp.tensors(prefix) if packed else mlp.unpacked(prefix))
 
 
 def meta_factory(dtype: torch.dtype) -> Factory:

@@ -1,11 +1,11 @@
 """What a checkpoint's config.json says, as frozen dataclasses; transformers is not needed.
 
 `read_config` reads one folder. A field the file leaves out gets the default that transformers 5.24 gives it
-(`models/qwen3_5`, `models/qwen4_exp`: configuration files), except the sizes no published config leaves out, which are
-then reported as missing. Every problem of a file goes into one `ValueError`.
+(`models/*/configuration_*.py`), except the sizes no published config leaves out, which are then reported as missing.
+Every problem of a file goes into one `ValueError`.
 
 What happens to a field we do not use:
-- one that changes the mathematics in a way the models do not have (`quantization_config`, `mlp_only_layers`, ...) is a
+- one that changes the mathematics in a way the models do not have (`quantization_config`, `attention_bias`, ...) is a
   problem unless it holds its neutral value;
 - one known not to matter for running text (`initializer_range`, `vision_config`, ...) is passed over;
 - any other is passed over too, but named in `notes`, which the caller shows: refusing it would lock out every file
@@ -28,7 +28,7 @@ FULL = "full_attention"  # in a Qwen4-Exp model: indexed attention
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The fields both families share, named as in config.json.
+    """The fields all families share, named as in config.json.
 
     `layer_types` holds "linear_attention" and "full_attention" alone. `eos_token_ids` are the config's own, whose first
     one bounds n-grams; `stop_token_ids` also has those of generation_config.json, which is where chat models keep their
@@ -76,17 +76,45 @@ class Qwen35Config(ModelConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen4ExpConfig(ModelConfig):
-    """Qwen4-Exp text model. `ple_layer_ids` are one-indexed and sorted. The `indexer_*` fields are 0 in a model without
-    a full attention layer, which has no indexer."""
-
-    family: ClassVar[str] = "qwen4_exp"
+class MoEConfig(ModelConfig):
+    """What families with experts share."""
 
     moe_intermediate_size: int
     shared_expert_intermediate_size: int
     num_experts: int
     num_experts_per_tok: int
     norm_topk_prob: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen35MoeConfig(MoEConfig):
+    """Qwen3.5 / 3.6 text model with experts in every layer. `norm_topk_prob` is always True."""
+
+    family: ClassVar[str] = "qwen3_5_moe"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3NextConfig(MoEConfig):
+    """Qwen3-Next: experts in every `decoder_sparse_step`-th layer that is not one of `mlp_only_layers` (from 0), and a
+    gated MLP of `intermediate_size` in the others."""
+
+    family: ClassVar[str] = "qwen3_next"
+
+    intermediate_size: int
+    decoder_sparse_step: int
+    mlp_only_layers: tuple[int, ...]
+
+    def is_sparse(self, layer: int) -> bool:
+        return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen4ExpConfig(MoEConfig):
+    """Qwen4-Exp text model. `ple_layer_ids` are one-indexed and sorted. The `indexer_*` fields are 0 in a model without
+    a full attention layer, which has no indexer."""
+
+    family: ClassVar[str] = "qwen4_exp"
+
     hc_count: int
     hc_lowrank: int
     ple_layer_ids: tuple[int, ...]
@@ -104,15 +132,22 @@ class Qwen4ExpConfig(ModelConfig):
     indexer_compress_ratio: int
 
 
-ARCHITECTURES: dict[str, type[Qwen35Config] | type[Qwen4ExpConfig]] = {
+Config = Qwen35Config | Qwen35MoeConfig | Qwen3NextConfig | Qwen4ExpConfig
+ARCHITECTURES: dict[str, type[Config]] = {
     "Qwen3_5ForCausalLM": Qwen35Config,
     "Qwen3_5ForConditionalGeneration": Qwen35Config,
+    "Qwen3_5MoeForCausalLM": Qwen35MoeConfig,
+    "Qwen3_5MoeForConditionalGeneration": Qwen35MoeConfig,
+    "Qwen3NextForCausalLM": Qwen3NextConfig,
     "Qwen4ExpForCausalLM": Qwen4ExpConfig,
     "Qwen4ExpForConditionalGeneration": Qwen4ExpConfig,
 }
-MODEL_TYPES: dict[str, type[Qwen35Config] | type[Qwen4ExpConfig]] = {
+MODEL_TYPES: dict[str, type[Config]] = {
     "qwen3_5": Qwen35Config,
     "qwen3_5_text": Qwen35Config,
+    "qwen3_5_moe": Qwen35MoeConfig,
+    "qwen3_5_moe_text": Qwen35MoeConfig,
+    "qwen3_next": Qwen3NextConfig,
     "qwen4_exp": Qwen4ExpConfig,
     "qwen4_exp_text": Qwen4ExpConfig,
 }
@@ -126,12 +161,11 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "compression_config": (None,),
     "per_layer_config": (None, {}),
-    "mlp_only_layers": (None, []),
-    "decoder_sparse_step": (None, 1),
     "use_sliding_window": (None, False),
     "is_encoder_decoder": (None, False),
     "add_cross_attention": (None, False),
 }
+_EXPERTS_EVERYWHERE: dict[str, tuple[Any, ...]] = {"mlp_only_layers": (None, []), "decoder_sparse_step": (None, 1)}
 
 _HARMLESS = frozenset(
     """
@@ -139,7 +173,7 @@ _HARMLESS = frozenset(
     torch_dtype language_model_only image_token_id video_token_id vision_start_token_id vision_end_token_id bos_token_id
     pad_token_id sep_token_id decoder_start_token_id use_cache initializer_range attention_dropout output_router_logits
     router_aux_loss_coef output_attentions output_hidden_states return_dict chunk_size_feed_forward id2label label2id
-    num_labels problem_type number_of_conv_states mamba_ssm_dtype mtp_num_hidden_layers mtp_use_dedicated_embeddings
+    num_labels problem_type number_of_conv_states mamba_ssm_dtype mtp mtp_num_hidden_layers mtp_use_dedicated_embeddings
     num_nextn_predict_layers max_window_layers full_attention_interval rope_parameters rope_scaling rope_theta
     partial_rotary_factor original_max_position_embeddings tie_word_embeddings eos_token_id sliding_window
     attn_implementation _attn_implementation _attn_implementation_autoset experts_implementation
@@ -147,7 +181,7 @@ _HARMLESS = frozenset(
 )
 
 
-def read_config(folder: Path) -> Qwen35Config | Qwen4ExpConfig:
+def read_config(folder: Path) -> Config:
     """Reads `folder`/config.json, and the end-of-text ids of `folder`/generation_config.json if there is one.
 
     Raises ValueError naming every problem found.
@@ -158,9 +192,7 @@ def read_config(folder: Path) -> Qwen35Config | Qwen4ExpConfig:
     return parse_config(values, generation_eos=generation_eos, source=str(folder / "config.json"))
 
 
-def parse_config(
-    values: dict[str, Any], *, generation_eos: Any = None, source: str = "config.json"
-) -> Qwen35Config | Qwen4ExpConfig:
+def parse_config(values: dict[str, Any], *, generation_eos: Any = None, source: str = "config.json") -> Config:
     """The config that the JSON object `values` describes; `generation_eos` is generation_config.json's `eos_token_id`,
     and `source` names the file in the error. Raises ValueError naming every problem."""
     problems: list[str] = []
@@ -176,7 +208,8 @@ def parse_config(
         inner = text.get("model_type")
         if inner is not None and (not isinstance(inner, str) or MODEL_TYPES.get(inner) is not config_class):
             problems.append(f"text_config.model_type is {inner!r}; expected '{config_class.family}_text'")
-    for name, neutral in _MUST_BE.items():
+    must_be = _MUST_BE if config_class is Qwen3NextConfig else _MUST_BE | _EXPERTS_EVERYWHERE
+    for name, neutral in must_be.items():
         for level in [values] if text is values else [values, text]:
             value = level.get(name, neutral[0])
             if not any(type(value) is type(entry) and value == entry for entry in neutral):
@@ -185,13 +218,22 @@ def parse_config(
     fields = _common_fields(reader, config_class, values, notes)
     more = _token_ids(reader, "generation_config.json: eos_token_id", generation_eos, fields["vocab_size"])
     fields["stop_token_ids"] = tuple(dict.fromkeys(fields["eos_token_ids"] + more))
+    if issubclass(config_class, MoEConfig):
+        fields |= _expert_fields(reader, 8 if config_class is Qwen35MoeConfig else 10)
     if config_class is Qwen4ExpConfig:
         fields |= _qwen4_exp_fields(reader, fields)
     else:
-        fields |= {"output_gate_type": "silu", "intermediate_size": reader.integer("intermediate_size")}
+        fields["output_gate_type"] = "silu"
+    if config_class in (Qwen35Config, Qwen3NextConfig):
+        fields["intermediate_size"] = reader.integer("intermediate_size")
+    if config_class is Qwen3NextConfig:
+        fields |= _sparse_layers(reader, fields["num_hidden_layers"])
+    elif config_class is Qwen35MoeConfig:
+        problem = "norm_topk_prob is False, which these models do not have; expected true"
+        reader.check(fields["norm_topk_prob"], problem)
     if problems:
         raise _refusal(source, problems)
-    known = reader.used | _HARMLESS | _MUST_BE.keys()
+    known = reader.used | _HARMLESS | must_be.keys()
     levels = (*values.items(), *text.items())
     unknown = dict.fromkeys(name for name, value in levels if name not in known and value is not None)
     if unknown:
@@ -203,7 +245,7 @@ def _refusal(source: str, problems: list[str]) -> ValueError:
     return ValueError(f"cannot use {source}:\n" + "\n".join(f"- {problem}" for problem in problems))
 
 
-def _config_class(values: dict[str, Any], problems: list[str]) -> type[Qwen35Config] | type[Qwen4ExpConfig] | None:
+def _config_class(values: dict[str, Any], problems: list[str]) -> type[Config] | None:
     """The class for the file's architecture or, where it names none, its model type; None with a problem noted."""
     architectures, model_type = values.get("architectures"), values.get("model_type")
     of_type = MODEL_TYPES.get(model_type) if isinstance(model_type, str) else None
@@ -230,7 +272,7 @@ def _common_fields(
         "hidden_size": reader.integer("hidden_size"),
         "num_hidden_layers": reader.integer("num_hidden_layers", maximum=10_000),
         "num_attention_heads": reader.integer("num_attention_heads"),
-        "num_key_value_heads": reader.integer("num_key_value_heads", 2 if is_qwen4 else 4),
+        "num_key_value_heads": reader.integer("num_key_value_heads", 4 if config_class is Qwen35Config else 2),
         "head_dim": reader.integer("head_dim", 256),
         "rms_norm_eps": reader.number("rms_norm_eps", 1e-6),
         "max_position_embeddings": reader.integer("max_position_embeddings", 32768),
@@ -292,17 +334,35 @@ def _token_ids(reader: FieldReader, name: str, value: Any, vocab_size: int) -> t
     return tuple(ids) if valid else (0,)
 
 
+def _expert_fields(reader: FieldReader, top_k: int) -> dict[str, Any]:
+    fields = {
+        "moe_intermediate_size": reader.integer("moe_intermediate_size"),
+        "shared_expert_intermediate_size": reader.integer("shared_expert_intermediate_size", 512),
+        "num_experts": reader.integer("num_experts"),
+        "num_experts_per_tok": reader.integer("num_experts_per_tok", top_k),
+        "norm_topk_prob": reader.flag("norm_topk_prob", True),
+    }
+    top_k, experts = fields["num_experts_per_tok"], fields["num_experts"]
+    problem = f"num_experts_per_tok is {top_k}; expected at most num_experts, which is {experts}"
+    reader.check(top_k <= experts, problem, "num_experts_per_tok", "num_experts")
+    return fields
+
+
+def _sparse_layers(reader: FieldReader, num_layers: int) -> dict[str, Any]:
+    dense = sorted(set(reader.list_of(int, "mlp_only_layers") or ()))
+    outside = [layer for layer in dense if not 0 <= layer < num_layers]
+    problem = f"mlp_only_layers has {outside}; expected layers in [0, {num_layers - 1}]"
+    reader.check(not outside, problem, "mlp_only_layers", "num_hidden_layers")
+    step = reader.integer("decoder_sparse_step", 1)
+    return {"mlp_only_layers": tuple(dense), "decoder_sparse_step": step}
+
+
 def _qwen4_exp_fields(reader: FieldReader, common: dict[str, Any]) -> dict[str, Any]:
     gate = reader.choice("output_gate_type", None, ("silu", "sigmoid"))
     ple_layers = sorted(set(reader.list_of(int, "ple_layer_ids") or ()))
     ple_embed_dim = reader.integer("ple_embed_dim", None)
     fields: dict[str, Any] = {
         "output_gate_type": gate or "silu",  # hidden_act, which must be silu
-        "moe_intermediate_size": reader.integer("moe_intermediate_size"),
-        "shared_expert_intermediate_size": reader.integer("shared_expert_intermediate_size", 512),
-        "num_experts": reader.integer("num_experts"),
-        "num_experts_per_tok": reader.integer("num_experts_per_tok", 10),
-        "norm_topk_prob": reader.flag("norm_topk_prob", True),
         "hc_count": reader.integer("hc_count", 4, minimum=2),
         "hc_lowrank": reader.integer("hc_lowrank", 320),
         "ple_layer_ids": tuple(ple_layers),
@@ -315,9 +375,6 @@ def _qwen4_exp_fields(reader: FieldReader, common: dict[str, Any]) -> dict[str, 
         "seed": reader.integer("seed", 1234, minimum=0, maximum=2**63 - 1),
         "split_ngram_parts": reader.integer("split_ngram_parts", 512),
     }
-    top_k, experts = fields["num_experts_per_tok"], fields["num_experts"]
-    problem = f"num_experts_per_tok is {top_k}; expected at most num_experts, which is {experts}"
-    reader.check(top_k <= experts, problem, "num_experts_per_tok", "num_experts")
     if ple_layers:
         _check_ple(reader, fields, common)
     return fields | _indexer_fields(reader, common)

@@ -7,8 +7,10 @@ import torch
 
 from deltagram.layers.basic import Factory
 from deltagram.models.base import Model, meta_factory
-from deltagram.models.config import ModelConfig, Qwen4ExpConfig, Qwen35Config
+from deltagram.models.config import ModelConfig, Qwen3NextConfig, Qwen4ExpConfig, Qwen35Config, Qwen35MoeConfig
 from deltagram.models.qwen3_5 import Qwen35
+from deltagram.models.qwen3_5_moe import Qwen35Moe
+from deltagram.models.qwen3_next import Qwen3Next
 from deltagram.models.qwen4_exp import IN_DEVICE, Qwen4Exp
 from deltagram.models.weights import Checkpoint, check_weights, load_weights, open_checkpoint
 from deltagram.ngram import checksums
@@ -28,6 +30,10 @@ def build(
     any; `tensors` those of the checkpoint, which tables on disk are read from."""
     if isinstance(config, Qwen4ExpConfig):
         return Qwen4Exp(config, max_context, make, table_dtype, placement, tensors)
+    if isinstance(config, Qwen3NextConfig):
+        return Qwen3Next(config, max_context, make)
+    if isinstance(config, Qwen35MoeConfig):
+        return Qwen35Moe(config, max_context, make)
     assert isinstance(config, Qwen35Config), config
     return Qwen35(config, max_context, make)
 

@@ -10,9 +10,8 @@ from deltagram.attention.layer import Attention
 from deltagram.gdn.layer import GatedDeltaNet
 from deltagram.layers.basic import Factory
 from deltagram.layers.hyper_connections import HyperConnection
-from deltagram.layers.mlp import MoE
 from deltagram.layers.rotary import Rotary
-from deltagram.models.base import Embedding, as_weights, is_full, linear_attention
+from deltagram.models.base import Embedding, as_weights, experts, experts_weights, is_full, linear_attention
 from deltagram.models.config import Qwen4ExpConfig
 from deltagram.models.weights import Weight
 from deltagram.ngram.checkpoint import TensorInfo, qwen4_exp_table, read_scale
@@ -32,15 +31,14 @@ Block = tuple[Tensor, Tensor]  # injection weights [T, streams] and output [T, H
 class DecoderLayer:
     """Memory (where the layer has one) added to the streams, then mixer and experts, each between hyper-connections."""
 
-    def __init__(self, config: Qwen4ExpConfig, layer: int, make: Factory) -> None:
+    def __init__(self, config: Qwen4ExpConfig, full: bool, memory: bool, make: Factory) -> None:
         eps, hidden = config.rms_norm_eps, config.hidden_size
-        self.full = is_full(config, layer)
         self.memory: PLELayer | None = None
-        if layer + 1 in config.ple_layer_ids:
+        if memory:
             sizes = config.ple_embed_dim, hidden, config.hc_count, config.ple_conv_kernel_size, config.ngram_size
             self.memory = PLELayer(*sizes, eps, make)
         self.mixer: Attention | GatedDeltaNet
-        if self.full:
+        if full:
             index = (
                 config.indexer_n_heads,
                 config.indexer_head_dim,
@@ -53,15 +51,7 @@ class DecoderLayer:
             self.mixer = linear_attention(config, make)
         self.around_mixer = HyperConnection(hidden, config.hc_count, config.hc_lowrank, eps, make)
         self.around_experts = HyperConnection(hidden, config.hc_count, config.hc_lowrank, eps, make)
-        self.experts = MoE(
-            hidden,
-            config.num_experts,
-            config.num_experts_per_tok,
-            config.moe_intermediate_size,
-            config.shared_expert_intermediate_size,
-            config.norm_topk_prob,
-            make,
-        )
+        self.experts = experts(config, make)
 
     def __call__(
         self, streams: Tensor, last: Block | None, table: SequenceTable, rotary: Rotary, rows: Tensor | None
@@ -75,15 +65,15 @@ class DecoderLayer:
         x, inject = self.around_experts.enter(streams, inject, out)
         return streams, (inject, self.experts(x))
 
-    def tensors(self, prefix: str, packed_experts: bool) -> dict[str, Tensor]:
-        experts = self.experts.tensors if packed_experts else self.experts.unpacked
-        return (
+    def weights(self, prefix: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Weight]:
+        """See Model.weights."""
+        tensors = (
             self.around_mixer.tensors(f"{prefix}.attn_hyper_connection")
-            | self.mixer.tensors(f"{prefix}.{'self_attn' if self.full else 'linear_attn'}")
+            | self.mixer.tensors(f"{prefix}.{'self_attn' if isinstance(self.mixer, Attention) else 'linear_attn'}")
             | self.around_experts.tensors(f"{prefix}.mlp_hyper_connection")
-            | experts(f"{prefix}.mlp")
             | (self.memory.tensors(f"{prefix}.ple") if self.memory else {})
         )
+        return as_weights(tensors) | experts_weights(self.experts, f"{prefix}.mlp", shapes)
 
 
 class Qwen4Exp:
@@ -104,7 +94,10 @@ class Qwen4Exp:
     ) -> None:
         self.config = config
         self.embedding = Embedding(config, make)
-        self.layers = [DecoderLayer(config, layer, make) for layer in range(config.num_hidden_layers)]
+        self.layers = [
+            DecoderLayer(config, is_full(config, i), i + 1 in config.ple_layer_ids, make)
+            for i in range(config.num_hidden_layers)
+        ]
         self.mixer = HyperConnection(
             config.hidden_size, config.hc_count, config.hc_lowrank, config.rms_norm_eps, make, inject=False
         )
@@ -142,10 +135,12 @@ class Qwen4Exp:
         finally:
             if self.run_ahead is not None:
                 self.run_ahead.finish()
-        return self.mixer.enter(streams, *(last or ()))[0]
+        if last is not None:
+            HyperConnection.leave(streams, *last)
+        return streams
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.embedding.logits(hidden)
+        return self.embedding.logits(self.mixer.enter(hidden)[0])
 
     def check_scales(self) -> None:
         """Raises ValueError for a table whose loaded scale is no scale: every row of it would be wrong."""
@@ -156,16 +151,14 @@ class Qwen4Exp:
                 raise ValueError(f"{name} is {float(scale)}; expected a positive number")
 
     def weights(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Weight]:
-        tensors = self.mixer.tensors("model.hyper_connection_mixer")
-        plan = self.embedding.weights()
+        plan = self.embedding.weights() | as_weights(self.mixer.tensors("model.hyper_connection_mixer"))
         for i, layer in enumerate(self.layers):
-            packed = f"model.layers.{i}.mlp.experts.gate_up_proj" in shapes
-            tensors |= layer.tensors(f"model.layers.{i}", packed)
+            plan |= layer.weights(f"model.layers.{i}", shapes)
         for index, layer_id in enumerate(self.config.ple_layer_ids):
             prefix = f"model.layers.{layer_id - 1}.ple.ple_embedding"
             plan |= table_parts(f"{prefix}.ngram_embedding", self.stores[index], shapes, self.config)
             plan |= constants(prefix, self.specs[index])
-        return plan | as_weights(tensors)
+        return plan
 
 
 def hash_spec(config: Qwen4ExpConfig, index: int) -> HashSpec:
