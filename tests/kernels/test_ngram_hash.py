@@ -1,5 +1,7 @@
 """ngram_hash against Python's integers one token at a time, transformers and nemo-automodel, in any step."""
 
+import random
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -153,6 +155,48 @@ def test_equals_nemo_automodel():
     want = theirs(text, token_mask=live)[0]  # [T, layers, columns]
     got = hashed(specs, text.int(), [0] * 300, [0], range(300), dead=~live)
     assert torch.equal(got, want.transpose(0, 1))
+
+
+def remainders(numbers: list[int], moduli: list[int], impl: str) -> list[list[int]]:
+    """The remainders of numbers under 2^62 by the op: a polynomial hash of two tokens, 2^31 * a + b."""
+    pairs = torch.tensor([[number & 0x7FFFFFFF, number >> 31] for number in numbers], dtype=torch.int32)
+    multipliers = torch.tensor([[[1] * len(moduli), [1 << 31] * len(moduli)]])
+    places = torch.zeros(len(numbers), dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    ids = []
+    for low, high in pairs.tolist():
+        history = torch.tensor([[high, low]], dtype=torch.int32)
+        one = torch.tensor([1], dtype=torch.int32)
+        args = history, places[0][:1], places[1], one, multipliers, torch.tensor([moduli])
+        ids += ngram_hash(*args, torch.zeros(1, len(moduli), dtype=torch.int64), 0, polynomial=True, impl=impl)[0]
+    return torch.stack(ids).tolist()
+
+
+@pytest.mark.parametrize("impl", ["compiled", "reference"])
+@pytest.mark.parametrize("least", [1 << 13, 6, 1 << 40])
+def test_remainders_are_exact(impl, least):
+    """Where a quotient by fp64 numbers is off the most: multiples of a modulus and their neighbours, up to 2^62; and
+    moduli too small or too large for it."""
+    moduli = [least + step for step in (0, 1, 3, 57, 1001)] + [20000003, 15999999, (1 << 31) - 1, (1 << 31) - 3]
+    generator = random.Random(0)
+    numbers = [0, 1, (1 << 62) - 1, (1 << 62) - 2, 1 << 53, (1 << 53) + 1]
+    for modulus in moduli:
+        largest = ((1 << 62) - 2) // modulus
+        for factor in (1, largest, largest - 1, *(generator.randrange(1, largest) for _ in range(12))):
+            numbers += [factor * modulus + step for step in (-1, 0, 1)]
+    want = [[number % modulus for modulus in moduli] for number in numbers]
+    assert remainders(numbers, moduli, impl) == want
+
+
+@pytest.mark.parametrize("num_columns", [1, 3, 8, 11])
+def test_columns_beyond_a_vector_are_left_alone(num_columns):
+    """The compiled body writes eight columns at a time: of each row, and of the last one, no more than there are."""
+    moduli = torch.arange(10007, 10007 + num_columns)[None]
+    multipliers = torch.randint(1 << 20, (1, 2, num_columns))
+    tokens, zeros = torch.randint(200, (1, 50), dtype=torch.int32), torch.zeros(50, dtype=torch.int32)
+    args = tokens, zeros, zeros[:1], torch.arange(50, dtype=torch.int32), multipliers, moduli, moduli * 0, 3
+    for polynomial in (False, True):
+        want = ngram_hash(*args, polynomial=polynomial, impl="reference")
+        assert torch.equal(ngram_hash(*args, polynomial=polynomial), want)
 
 
 def test_the_kernel_needs_triton_or_a_gpu_and_says_so():

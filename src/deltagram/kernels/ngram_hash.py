@@ -21,7 +21,6 @@ to -1 and reads nothing.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -77,43 +76,24 @@ def _reference(
     token_map: Tensor | None = None,
     dead: Tensor | None = None,
 ) -> Tensor:
-    # numpy for the small arrays, where an operation costs it a fraction of what it costs torch; torch for the large
-    # ones. mode="clip" sends an index before the first element, a lookback or a padding token's, there: it is not
-    # used.
-    layers, max_order, columns = multipliers.shape
-    heads = columns // (max_order - 1)
-    weights = multipliers.numpy()
-    padded = sequence.numpy() < 0
-    pos = position.numpy()
-    at = row.numpy().take(sequence.numpy(), mode="clip") * np.int64(history.stride(0)) + pos
-    flat, flat_dead = history.numpy().reshape(-1), None if dead is None else dead.numpy().reshape(-1)
-    ids = torch.empty(layers, len(pos), columns, dtype=torch.int64)
-    missing = padded
-    mixed = np.zeros((layers, len(pos), columns if polynomial else 1), np.int64)
-    for lag in range(max_order):
+    padded = sequence < 0
+    line, pos = row[sequence.clamp(min=0).long()].long(), torch.where(padded, 0, position).long()
+    missing, mixed = padded, torch.zeros((), dtype=torch.int64, device=history.device)
+    for lag in range(multipliers.shape[1]):
         missing = missing | (pos < lag)
-        tokens = flat.take(at - lag, mode="clip")
-        if lag and end_of_sequence >= 0:
-            missing |= tokens == end_of_sequence
-        if flat_dead is not None:
-            missing |= flat_dead.take(at - lag, mode="clip")
+        place = (pos - lag).clamp(min=0)
+        token = history[line, place].long()
+        if lag:
+            missing = missing | (token == end_of_sequence)
+        if dead is not None:
+            missing = missing | dead[line, place]
         if token_map is not None:
-            tokens = token_map.numpy().take(tokens, mode="clip")
-            missing |= tokens < 0
-        terms = np.where(missing, np.int64(fill), tokens)[:, None]
-        if polynomial:
-            mixed += terms * weights[:, lag, None]
-        else:
-            mixed = mixed ^ (terms * weights[:, lag, None, -1:])  # the last column uses every lookback
-            if lag:
-                part = slice((lag - 1) * heads, lag * heads)
-                torch.remainder(torch.from_numpy(mixed), moduli[:, None, part], out=ids[..., part])
-    if polynomial:
-        torch.remainder(torch.from_numpy(mixed), moduli[:, None], out=ids)
-    ids += offsets[:, None]
-    if padded.any():
-        ids[:, torch.from_numpy(padded)] = -1
-    return ids
+            token = token_map[torch.where(missing, 0, token)].long()
+            missing = missing | (token < 0)
+        terms = torch.where(missing, fill, token)[:, None] * multipliers[:, lag, None]  # [L, T, columns]
+        mixed = mixed + terms if polynomial else mixed ^ terms
+    ids = mixed % moduli[:, None] + offsets[:, None]
+    return torch.where(padded[:, None], -1, ids)
 
 
 _compiled = on_cpu("ngram_hash")
