@@ -18,7 +18,7 @@ from deltagram.testing.checkpoints import END_OF_TEXT, END_OF_TURN, TINY_SHAPES,
 TOLERANCE = 1e-4  # relative to the largest logit
 CLOSE = 1e-4  # two best logits this close may change places
 SHIPPED = "the shipped model"
-EVERY_LENGTH = ("qwen4_exp", "qwen3_5")
+EVERY_LENGTH = ("qwen4_exp", "qwen3_5", "qwen3_5_moe", "qwen3_next")
 # One token, the reach of both convolutions, chunks of 64 and their ends. Steps hold 64, 96 or 512 tokens.
 LENGTHS = (1, 2, 3, 4, 5, 9, 10, 11, 31, 62, 63, 64, 65, 66, 96, 126, 127, 128, 129, 130)
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "factor": 4.0}
@@ -63,8 +63,8 @@ def oracle(folder: Path) -> Any:
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    family = json.loads((folder / "config.json").read_text())["model_type"]
-    model_class = transformers.Qwen4ExpForCausalLM if "qwen4" in family else transformers.Qwen3_5ForCausalLM
+    (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
+    model_class = getattr(transformers, architecture.replace("ForConditionalGeneration", "ForCausalLM"))
     return model_class.from_pretrained(folder, dtype=torch.float32).eval()
 
 

@@ -30,8 +30,8 @@ def load(folder: Path) -> tuple[Any, dict[str, Any]]:
     """The model of transformers, and what it says about the loading."""
     import transformers
 
-    family = json.loads((folder / "config.json").read_text())["model_type"]
-    model_class = transformers.Qwen4ExpForCausalLM if "qwen4" in family else transformers.Qwen3_5ForCausalLM
+    (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
+    model_class = getattr(transformers, architecture.replace("ForConditionalGeneration", "ForCausalLM"))
     model, report = model_class.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     return model.eval(), report
 
@@ -153,7 +153,7 @@ def test_the_tokenizer_is_bytes_and_three_special_tokens(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"family": "llama"}, "family is 'llama'; expected one of qwen3_5, qwen4_exp"),
+        ({"family": "llama"}, "family is 'llama'; expected one of qwen3_5, qwen3_5_moe, qwen3_next, qwen4_exp"),
         ({"num_expert": 2}, "qwen4_exp has no field num_expert"),
         ({"family": "qwen3_5", "num_experts": 2}, "qwen3_5 has no field num_experts"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9; expected at most"),

@@ -42,19 +42,30 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": [END_OF_TURN, END_OF_TEXT],
 }
 
+_LAYERS = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+_EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
 _FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3_5": {
+    "qwen3_5": {**_COMMON, "layer_types": _LAYERS, "intermediate_size": 96},
+    "qwen3_5_moe": {**_COMMON, "layer_types": _LAYERS, **_EXPERTS},
+    "qwen3_next": {
         **_COMMON,
-        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+        "layer_types": _LAYERS,
+        **_EXPERTS,
+        "norm_topk_prob": True,
         "intermediate_size": 96,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
     },
     "qwen4_exp": {
         **_COMMON,
-        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "indexed_attention"],
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
+        "layer_types": [*_LAYERS[:3], "indexed_attention"],
+        **_EXPERTS,
         "norm_topk_prob": True,
         "output_gate_type": None,
         "hc_count": 2,
@@ -75,7 +86,13 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 4,
     },
 }
-_CLASS_PREFIX = {"qwen3_5": "Qwen3_5", "qwen4_exp": "Qwen4Exp"}
+_CLASS_PREFIX = {
+    "qwen3_5": "Qwen3_5",
+    "qwen3_5_moe": "Qwen3_5Moe",
+    "qwen3_next": "Qwen3Next",
+    "qwen4_exp": "Qwen4Exp",
+}
+_PACKED = ("qwen3_5_moe",)  # families whose experts transformers writes in one tensor a layer
 
 _WIDE_KEYS = {"linear_key_head_dim": 32, "linear_value_head_dim": 16}
 _EQUAL_HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
@@ -127,6 +144,40 @@ TINY_SHAPES: dict[str, dict[str, Any]] = {
         "eos_token_id": END_OF_TEXT,
     },
     "qwen3_5_multimodal": {"family": "qwen3_5", "multimodal": True, "tie_word_embeddings": True, "head_dim": 16},
+    "qwen3_5_moe": {"family": "qwen3_5_moe"},
+    # Four value heads a key head, K > V, three of eight experts, three shards.
+    "qwen3_5_moe_eight_experts": {
+        "family": "qwen3_5_moe",
+        **_WIDE_KEYS,
+        **_GROUPS_OF_FOUR,
+        "num_key_value_heads": 1,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "shared_expert_intermediate_size": 48,
+        "shards": 3,
+    },
+    "qwen3_5_moe_multimodal": {"family": "qwen3_5_moe", "multimodal": True, "tie_word_embeddings": True, "shards": 2},
+    "qwen3_next": {"family": "qwen3_next"},
+    # A dense layer by its number, and every other one; weights of experts that do not add up to one; K > V, tied.
+    "qwen3_next_dense_layers": {
+        "family": "qwen3_next",
+        **_WIDE_KEYS,
+        **_GROUPS_OF_FOUR,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+        "norm_topk_prob": False,
+        "tie_word_embeddings": True,
+        "shards": 2,
+    },
+    "qwen3_next_packed": {
+        "family": "qwen3_next",
+        **_EQUAL_HEADS,
+        "num_experts": 6,
+        "num_experts_per_tok": 1,
+        "rope_parameters": {**_YARN, "original_max_position_embeddings": 128},
+        "eos_token_id": END_OF_TEXT,
+        "packed_experts": True,
+    },
 }
 
 
@@ -136,17 +187,19 @@ def write_tiny_checkpoint(
     seed: int = 0,
     *,
     shards: int = 1,
-    packed_experts: bool = False,
+    packed_experts: bool | None = None,
     multimodal: bool = False,
+    mtp: bool = False,
     dtype: torch.dtype = torch.float32,
     **overrides: Any,
 ) -> Path:
-    """Writes a random checkpoint of `family` ("qwen4_exp" or "qwen3_5") with a byte-level tokenizer; returns `folder`.
+    """Writes a random checkpoint of `family` ("qwen3_5", "qwen3_5_moe", "qwen3_next" or "qwen4_exp") with a byte-level
+    tokenizer; returns `folder`.
 
     `overrides` replace fields of the family's small config.json. `shards` above 1 writes an index. `packed_experts`
-    writes one tensor for all experts of a layer. `multimodal` nests the text config, names the tensors as a multimodal
-    model does, and adds tensors of a vision tower and of multi-token prediction. Raises ValueError for an unknown
-    family or field.
+    writes one tensor for all experts of a layer, or one an expert; as transformers writes the family if None. `mtp`
+    adds the tensors of multi-token prediction. `multimodal` nests the text config, names the tensors as a multimodal
+    model does, and adds those tensors and one of a vision tower. Raises ValueError for an unknown family or field.
     """
     if family not in _FAMILIES:
         raise ValueError(f"family is {family!r}; expected one of {', '.join(_FAMILIES)}")
@@ -157,14 +210,11 @@ def write_tiny_checkpoint(
     text = {**_FAMILIES[family], **overrides, "dtype": str(dtype).removeprefix("torch.")}
     values = _config_json(family, text, multimodal)
     config = parse_config(values)
-    tensors = random_tensors(config, packed_experts, seed)
+    packed = family in _PACKED if packed_experts is None else packed_experts
+    tensors = random_tensors(config, packed, seed, mtp or multimodal)
     if multimodal:
         tensors = {re.sub(r"^model\.", "model.language_model.", name): tensor for name, tensor in tensors.items()}
-        tensors |= {
-            "model.visual.patch_embed.proj.weight": torch.ones(8, 3, 2, 2),
-            "mtp.fc.weight": torch.ones(config.hidden_size, 2 * config.hidden_size),
-            "mtp.norm.weight": torch.zeros(config.hidden_size),
-        }
+        tensors["model.visual.patch_embed.proj.weight"] = torch.ones(8, 3, 2, 2)
     tensors = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
     _write_json(folder / "config.json", values)
     _write_json(folder / "generation_config.json", {"eos_token_id": text["eos_token_id"]})
@@ -174,9 +224,11 @@ def write_tiny_checkpoint(
 
 
 def _config_json(family: str, text: dict[str, Any], multimodal: bool) -> dict[str, Any]:
-    text = {**text, "model_type": f"{family}_text"}
+    text = {**text, "model_type": family if family == "qwen3_next" else f"{family}_text"}
     if not multimodal:
         return {"architectures": [f"{_CLASS_PREFIX[family]}ForCausalLM"], **text}
+    if family == "qwen3_next":
+        raise ValueError("multimodal is True, but qwen3_next is a text model")
     return {
         "architectures": [f"{_CLASS_PREFIX[family]}ForConditionalGeneration"],
         "model_type": family,

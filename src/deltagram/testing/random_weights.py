@@ -9,22 +9,51 @@ import math
 import torch
 from torch import Tensor
 
-from deltagram.models.config import FULL, ModelConfig, Qwen4ExpConfig, Qwen35Config
+from deltagram.models.config import (
+    FULL,
+    Config,
+    ModelConfig,
+    MoEConfig,
+    Qwen3NextConfig,
+    Qwen4ExpConfig,
+    Qwen35Config,
+)
 from deltagram.models.qwen4_exp import hash_spec
 
 Shapes = dict[str, tuple[int, ...]]
 
 
-def random_tensors(config: ModelConfig, packed_experts: bool, seed: int) -> dict[str, Tensor]:
-    """All tensors of the text model in fp32 (hash constants: int64), by the names of a text-only checkpoint."""
+def random_tensors(config: Config, packed_experts: bool, seed: int, mtp: bool = False) -> dict[str, Tensor]:
+    """All tensors of the text model in fp32 (hash constants: int64), by the names of a text-only checkpoint; `mtp` adds
+    those of multi-token prediction, and leaves the others as they are."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {name: _random(name, shape, generator) for name, shape in _shapes(config).items()}
-    if not isinstance(config, Qwen4ExpConfig):
-        return tensors
     for layer in range(config.num_hidden_layers):
-        _add_experts(tensors, f"model.layers.{layer}.mlp.experts", config, packed_experts, generator)
-    for index, layer_id in enumerate(config.ple_layer_ids):
-        _add_table(tensors, f"model.layers.{layer_id - 1}.ple.ple_embedding", config, index, generator)
+        if isinstance(config, MoEConfig) and _is_sparse(config, layer):
+            _add_experts(tensors, f"model.layers.{layer}.mlp.experts", config, packed_experts, generator)
+    if isinstance(config, Qwen4ExpConfig):
+        for index, layer_id in enumerate(config.ple_layer_ids):
+            _add_table(tensors, f"model.layers.{layer_id - 1}.ple.ple_embedding", config, index, generator)
+    if mtp:
+        tensors |= _mtp_tensors(config, packed_experts, torch.Generator().manual_seed(seed + 1_000_003))
+    return tensors
+
+
+def _mtp_tensors(config: Config, packed_experts: bool, generator: torch.Generator) -> dict[str, Tensor]:
+    hidden = config.hidden_size
+    shapes: Shapes = {"mtp.pre_fc_norm_embedding.weight": (hidden,)}
+    if isinstance(config, Qwen4ExpConfig):
+        shapes |= {f"mtp.{name}.weight": (hidden, hidden) for name in ("fc_embedding", "fc_hidden")}
+        shapes |= {"mtp.pre_fc_norm_hidden.weight": (config.hc_count * hidden,)}
+        shapes |= _hyper_connection("mtp.hyper_connection_mixer", config, inject=False)
+    else:
+        shapes |= {f"mtp.{name}.weight": (hidden,) for name in ("pre_fc_norm_hidden", "norm")}
+        shapes |= {"mtp.fc.weight": (hidden, 2 * hidden)}
+    sparse = isinstance(config, MoEConfig)
+    shapes |= _layer("mtp.layers.0", config, full=True, sparse=sparse)
+    tensors = {name: _random(name, shape, generator) for name, shape in shapes.items()}
+    if isinstance(config, MoEConfig):
+        _add_experts(tensors, "mtp.layers.0.mlp.experts", config, packed_experts, generator)
     return tensors
 
 
@@ -43,7 +72,7 @@ def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Te
     return normal * (gain / math.sqrt(math.prod(shape[1:])))
 
 
-def _shapes(config: ModelConfig) -> Shapes:
+def _shapes(config: Config) -> Shapes:
     """Names and shapes of all tensors but experts and n-gram tables."""
     hidden, words = config.hidden_size, (config.vocab_size, config.hidden_size)
     shapes: Shapes = {"model.embed_tokens.weight": words}
@@ -54,20 +83,30 @@ def _shapes(config: ModelConfig) -> Shapes:
     else:
         shapes["model.norm.weight"] = (hidden,)
     for layer, kind in enumerate(config.layer_types):
-        at = f"model.layers.{layer}"
-        shapes |= _attention(f"{at}.self_attn", config) if kind == FULL else _linear(f"{at}.linear_attn", config)
-        if isinstance(config, Qwen4ExpConfig):
-            shapes |= _hyper_connection(f"{at}.attn_hyper_connection", config)
-            shapes |= _hyper_connection(f"{at}.mlp_hyper_connection", config)
-            shapes |= {f"{at}.mlp.gate.weight": (config.num_experts, hidden)}
-            shapes |= {f"{at}.mlp.shared_expert_gate.weight": (1, hidden)}
-            shapes |= _mlp(f"{at}.mlp.shared_expert", hidden, config.shared_expert_intermediate_size)
-            if layer + 1 in config.ple_layer_ids:
-                shapes |= _memory(f"{at}.ple", config)
-        elif isinstance(config, Qwen35Config):
-            norms = ("input_layernorm", "post_attention_layernorm")
-            shapes |= {f"{at}.{norm}.weight": (hidden,) for norm in norms}
-            shapes |= _mlp(f"{at}.mlp", hidden, config.intermediate_size)
+        shapes |= _layer(f"model.layers.{layer}", config, kind == FULL, _is_sparse(config, layer))
+        if isinstance(config, Qwen4ExpConfig) and layer + 1 in config.ple_layer_ids:
+            shapes |= _memory(f"model.layers.{layer}.ple", config)
+    return shapes
+
+
+def _is_sparse(config: Config, layer: int) -> bool:
+    return config.is_sparse(layer) if isinstance(config, Qwen3NextConfig) else isinstance(config, MoEConfig)
+
+
+def _layer(at: str, config: Config, full: bool, sparse: bool) -> Shapes:
+    hidden = config.hidden_size
+    shapes = _attention(f"{at}.self_attn", config) if full else _linear(f"{at}.linear_attn", config)
+    if isinstance(config, Qwen4ExpConfig):
+        shapes |= _hyper_connection(f"{at}.attn_hyper_connection", config)
+        shapes |= _hyper_connection(f"{at}.mlp_hyper_connection", config)
+    else:
+        shapes |= {f"{at}.{norm}.weight": (hidden,) for norm in ("input_layernorm", "post_attention_layernorm")}
+    if isinstance(config, MoEConfig) and sparse:
+        shapes |= {f"{at}.mlp.gate.weight": (config.num_experts, hidden)}
+        shapes |= {f"{at}.mlp.shared_expert_gate.weight": (1, hidden)}
+        shapes |= _mlp(f"{at}.mlp.shared_expert", hidden, config.shared_expert_intermediate_size)
+    elif isinstance(config, Qwen35Config | Qwen3NextConfig):
+        shapes |= _mlp(f"{at}.mlp", hidden, config.intermediate_size)
     return shapes
 
 
@@ -103,11 +142,11 @@ def _linear(at: str, config: ModelConfig) -> Shapes:
     hidden, heads = config.hidden_size, config.linear_num_value_heads
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     values = heads * config.linear_value_head_dim
-    return {
-        f"{at}.in_proj_qkv.weight": (2 * keys + values, hidden),
-        f"{at}.in_proj_z.weight": (values, hidden),
-        f"{at}.in_proj_b.weight": (heads, hidden),
-        f"{at}.in_proj_a.weight": (heads, hidden),
+    if isinstance(config, Qwen3NextConfig):
+        project = {"in_proj_qkvz": 2 * keys + 2 * values, "in_proj_ba": 2 * heads}
+    else:
+        project = {"in_proj_qkv": 2 * keys + values, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
+    return {f"{at}.{name}.weight": (rows, hidden) for name, rows in project.items()} | {
         f"{at}.conv1d.weight": (2 * keys + values, 1, config.linear_conv_kernel_dim),
         f"{at}.A_log": (heads,),
         f"{at}.dt_bias": (heads,),
@@ -139,7 +178,7 @@ def _memory(at: str, config: Qwen4ExpConfig) -> Shapes:
 
 
 def _add_experts(
-    tensors: dict[str, Tensor], at: str, config: Qwen4ExpConfig, packed: bool, generator: torch.Generator
+    tensors: dict[str, Tensor], at: str, config: MoEConfig, packed: bool, generator: torch.Generator
 ) -> None:
     experts = []
     for _ in range(config.num_experts):
