@@ -49,19 +49,21 @@ class Build(NamedTuple):
 def compile_ahead(build: Build, capability: int) -> Any:
     """Compile `build` for compute capability `capability` (80, 90, 100). Needs Triton, but no GPU.
 
-    Pointers and strides count as multiples of 16, as they are at every launch but for odd shapes.
+    Pointers and strides count as multiples of 16, as they are at every launch but for odd shapes. Kernels that know
+    dependent launch (`PDL`) use it where there is one.
     """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
     names = build.kernel.arg_names
-    signature = {name: "constexpr" if name in build.constants else build.types[name] for name in names}
+    constants = dict(build.constants) | ({"PDL": capability >= 90} if "PDL" in names else {})
+    signature = {name: "constexpr" if name in constants else build.types[name] for name in names}
     aligned = [
         (i,)
         for i, parameter in enumerate(build.kernel.params)
         if signature[parameter.name][0] in "*i" and not parameter.do_not_specialize
     ]
-    source = ASTSource(build.kernel, signature, dict(build.constants), {i: [["tt.divisibility", 16]] for i in aligned})
+    source = ASTSource(build.kernel, signature, constants, {i: [["tt.divisibility", 16]] for i in aligned})
     return compile(source, target=GPUTarget("cuda", capability, 32), options=dict(build.options))
 
 
@@ -103,6 +105,16 @@ def on_cpu(name: str) -> Any:
         return getattr(import_module(f"deltagram.kernels._cpu_{name}"), name)
 
     return lambda *arguments: body()(*arguments)
+
+
+def dependent_launch(where: Tensor) -> bool:
+    """Whether kernels on the device of `where` may start while the one before them ends (`launch_pdl`).
+
+    Such a kernel lets the next one start, then waits (`gdc_wait`) for the one before to end before it reads what a step
+    computes or writes anything: only weights and the step's tables may be touched earlier. Every program of it waits,
+    so that who waits for it has also waited for all that came before.
+    """
+    return where.is_cuda and torch.cuda.get_device_capability(where.device) >= (9, 0)
 
 
 def power_of_two(size: int, least: int = 1) -> int:
