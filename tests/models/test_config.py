@@ -9,17 +9,23 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from deltagram.models.config import FULL, LINEAR, Qwen4ExpConfig, Qwen35Config, parse_config, read_config
+from deltagram.models.config import FULL, LINEAR, Config, Qwen3NextConfig, Qwen4ExpConfig, parse_config, read_config
 from deltagram.testing.checkpoints import TINY_SHAPES, write_tiny_checkpoint
 
 SIZES = {"vocab_size": 264, "hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4}
 QWEN3_5 = {**SIZES, "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "intermediate_size": 96}
+EXPERTS = {**SIZES, "num_experts": 12, "moe_intermediate_size": 32}
+QWEN3_5_MOE = {**EXPERTS, "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text"}
+QWEN3_NEXT = {
+    **EXPERTS,
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "intermediate_size": 96,
+}
 QWEN4_EXP = {
-    **SIZES,
+    **EXPERTS,
     "architectures": ["Qwen4ExpForCausalLM"],
     "model_type": "qwen4_exp_text",
-    "num_experts": 12,
-    "moe_intermediate_size": 32,
     "indexer_n_heads": 4,
     "indexer_kv_heads": 1,
     "indexer_head_dim": 256,
@@ -29,7 +35,13 @@ QWEN4_EXP = {
     "eos_token_id": [7, 3],
     "ple_embed_dim": 64,
 }
-FAMILIES = {"qwen3_5": QWEN3_5, "qwen4_exp": QWEN4_EXP}
+FAMILIES = {"qwen3_5": QWEN3_5, "qwen3_5_moe": QWEN3_5_MOE, "qwen3_next": QWEN3_NEXT, "qwen4_exp": QWEN4_EXP}
+CLASSES = {
+    "qwen3_5_text": "Qwen3_5TextConfig",
+    "qwen3_5_moe_text": "Qwen3_5MoeTextConfig",
+    "qwen3_next": "Qwen3NextConfig",
+    "qwen4_exp_text": "Qwen4ExpTextConfig",
+}
 
 
 def theirs(values: dict[str, Any]) -> Any:
@@ -37,11 +49,10 @@ def theirs(values: dict[str, Any]) -> Any:
     import transformers
 
     fields = copy.deepcopy(values.get("text_config") or values)
-    family = "Qwen4Exp" if "hc_count" in fields or "num_experts" in fields else "Qwen3_5"
-    return getattr(transformers, f"{family}TextConfig")(**fields)
+    return getattr(transformers, CLASSES[fields["model_type"]])(**fields)
 
 
-def assert_same(config: Qwen35Config | Qwen4ExpConfig, expected: Any) -> None:
+def assert_same(config: Config, expected: Any) -> None:
     ours = {"family", "rope", "notes", "eos_token_ids", "stop_token_ids", "dtype"}
     for name in config.__dataclass_fields__.keys() - ours:
         value, other = getattr(config, name), getattr(expected, name, None)
@@ -49,6 +60,8 @@ def assert_same(config: Qwen35Config | Qwen4ExpConfig, expected: Any) -> None:
             other = [FULL if kind == "indexed_attention" else kind for kind in other]
         elif name == "output_gate_type":
             other = other or expected.hidden_act
+        elif name == "norm_topk_prob":
+            other = getattr(expected, name, True)  # Qwen3.5-MoE always does
         elif name.startswith("indexer_"):
             other = other or 0
         assert value == (tuple(other) if isinstance(other, list) else other), name
@@ -138,19 +151,18 @@ def test_the_output_gate_is_resolved(gate: dict[str, Any], resolved: str) -> Non
 
 
 def nested(values: dict[str, Any], outer: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
-    family = "qwen4_exp" if "num_experts" in values else "qwen3_5"
-    architecture = {"qwen4_exp": "Qwen4ExpForConditionalGeneration", "qwen3_5": "Qwen3_5ForConditionalGeneration"}
+    (architecture,) = values["architectures"]
     text = {name: value for name, value in values.items() if name != "architectures"}
     return {
-        "architectures": [architecture[family]],
-        "model_type": family,
+        "architectures": [architecture.replace("ForCausalLM", "ForConditionalGeneration")],
+        "model_type": values["model_type"].removesuffix("_text"),
         "text_config": {**text, **inner},
         "vision_config": {"depth": 1, "hidden_act": "gelu_pytorch_tanh"},
         **outer,
     }
 
 
-@pytest.mark.parametrize("values", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize("values", [QWEN3_5, QWEN3_5_MOE, QWEN4_EXP], ids=["qwen3_5", "qwen3_5_moe", "qwen4_exp"])
 def test_a_multimodal_config_reads_as_its_text_config(values: dict[str, Any]) -> None:
     assert parse_config(nested(values, {}, {})) == parse_config(values)
 
@@ -208,7 +220,7 @@ def test_stop_tokens_come_from_both_files(
 
 
 WRONG_COUNTS = (0, -1, 1.5, True, "64", None, [64], 2**31)
-REFUSED_BY_BOTH: list[tuple[dict[str, Any], str]] = [
+REFUSED_BY_ALL: list[tuple[dict[str, Any], str]] = [
     *[({"hidden_size": value}, "hidden_size is") for value in WRONG_COUNTS],
     *[({"head_dim": value}, "head_dim is") for value in WRONG_COUNTS],
     ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; expected an integer in [1, 10000]"),
@@ -223,8 +235,6 @@ REFUSED_BY_BOTH: list[tuple[dict[str, Any], str]] = [
     ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is {'quant_method': 'fp8'}"),
     ({"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window is True"),
     ({"sliding_window": 4096}, "sliding_window is 4096"),
-    ({"mlp_only_layers": [0]}, "mlp_only_layers is [0]"),
-    ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
     ({"per_layer_config": {"0": {}}}, "per_layer_config is"),
     ({"layer_types": [LINEAR] * 7}, "layer_types has 7 entries; expected num_hidden_layers, which is 8"),
     ({"layer_types": ["sliding_attention"] * 8}, "layer_types has sliding_attention; expected linear_attention, full"),
@@ -260,9 +270,6 @@ REFUSED_BY_BOTH: list[tuple[dict[str, Any], str]] = [
 REFUSED_BY_QWEN4_EXP: list[tuple[dict[str, Any], str]] = [
     ({"output_gate_type": "tanh"}, "output_gate_type is 'tanh'; expected one of silu, sigmoid"),
     ({"hc_count": 1}, "hc_count is 1; expected an integer in [2,"),
-    ({"num_experts_per_tok": 13}, "num_experts_per_tok is 13; expected at most num_experts, which is 12"),
-    ({"norm_topk_prob": 1}, "norm_topk_prob is 1"),
-    ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0"),
     ({"ple_layer_ids": [0, 9, -1]}, "ple_layer_ids has [-1, 0, 9]; expected one-indexed layers in [1, 8]"),
     ({"ple_layer_ids": [4]}, "ple_layer_ids has [4], which are full attention layers"),
     ({"ple_layer_ids": 1}, "ple_layer_ids is 1; expected a list"),
@@ -280,11 +287,29 @@ REFUSED_BY_QWEN4_EXP: list[tuple[dict[str, Any], str]] = [
     ({"indexer_budget": 66}, "indexer_budget is 66; expected a multiple of indexer_compress_ratio, which is 4"),
     ({"indexer_head_dim": 128}, "indexer_head_dim is 128; expected at least 256"),
 ]
-CASES = [
-    (family, change, message)
-    for family in FAMILIES
-    for change, message in REFUSED_BY_BOTH + (REFUSED_BY_QWEN4_EXP if family == "qwen4_exp" else [])
+EVERY_LAYER_ALIKE: list[tuple[dict[str, Any], str]] = [
+    ({"mlp_only_layers": [0]}, "mlp_only_layers is [0]"),
+    ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
 ]
+EXPERTS_REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"num_experts_per_tok": 13}, "num_experts_per_tok is 13; expected at most num_experts, which is 12"),
+    ({"norm_topk_prob": 1}, "norm_topk_prob is 1"),
+    ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0"),
+]
+REFUSED_BY = {
+    "qwen3_5": [*EVERY_LAYER_ALIKE, ({"intermediate_size": 0}, "intermediate_size is 0")],
+    "qwen3_5_moe": [*EVERY_LAYER_ALIKE, *EXPERTS_REFUSED, ({"norm_topk_prob": False}, "norm_topk_prob is False")],
+    "qwen3_next": [
+        *EXPERTS_REFUSED,
+        ({"intermediate_size": 0}, "intermediate_size is 0"),
+        ({"mlp_only_layers": [3, 8, -1]}, "mlp_only_layers has [-1, 8]; expected layers in [0, 7]"),
+        ({"mlp_only_layers": [True]}, "mlp_only_layers is [True]"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        ({"layer_types": ["indexed_attention"] * 8}, "layer_types has indexed_attention"),
+    ],
+    "qwen4_exp": [*EVERY_LAYER_ALIKE, *EXPERTS_REFUSED, *REFUSED_BY_QWEN4_EXP],
+}
+CASES = [(family, change, message) for family in FAMILIES for change, message in REFUSED_BY_ALL + REFUSED_BY[family]]
 
 
 @pytest.mark.parametrize(("family", "change", "message"), CASES)
@@ -304,6 +329,21 @@ def test_a_missing_field_is_named(family: str, name: str) -> None:
     values = {key: value for key, value in FAMILIES[family].items() if key != name}
     with pytest.raises(ValueError, match=f"- {name} is missing"):
         parse_config(values)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sparse"),
+    [
+        ({}, [0, 1, 2, 3, 4, 5, 6, 7]),
+        ({"decoder_sparse_step": 2}, [1, 3, 5, 7]),
+        ({"mlp_only_layers": [5, 1, 5], "decoder_sparse_step": 2}, [3, 7]),
+        ({"mlp_only_layers": None, "decoder_sparse_step": 9}, []),
+    ],
+)
+def test_which_layers_of_qwen3_next_have_experts(fields: dict[str, Any], sparse: list[int]) -> None:
+    config = parse_config({**QWEN3_NEXT, **fields})
+    assert isinstance(config, Qwen3NextConfig)
+    assert [layer for layer in range(config.num_hidden_layers) if config.is_sparse(layer)] == sparse
 
 
 @pytest.mark.parametrize("where", ["outer", "inner"])
