@@ -28,7 +28,8 @@ _FIELDS = (
     ("step", np.int64, ()),
     ("digest", "S16", ()),
     ("began", np.float64, ()),  # of the step, 0 outside of one; times are those of the machine's monotonic clock
-    ("failure", "S1024", ()),
+    ("failure", "S1024", ()),  # what a rank says of its own
+    ("report", "S2048", ()),  # what it found out; the others take it over
     ("turn", np.int64, (COMMUNICATORS, RING)),  # of a communicator's collectives, from 1 on; 0: none yet
     ("name", "S64", (COMMUNICATORS, RING)),
     ("in_step", np.int64, (COMMUNICATORS, RING)),
@@ -123,10 +124,8 @@ class Watchdog:
         # Of two ranks that differ, the one that comes second sees it here, and neither is answered by the other.
         for other in range(self.size):
             there = other, communicator, turn % RING
-            if fields["turn"][there] == turn and (
-                fields["name"][there] != fields["name"][at] or fields["in_step"][there] != fields["in_step"][at]
-            ):
-                raise self.fail(HangError(f"it skipped {_text(fields, there)} of rank {other}, and is in {name}"))
+            if fields["turn"][there] == turn and _what(fields, there) != _what(fields, at):
+                raise self._skipped(at, there)
         try:
             yield at
         except HangError:
@@ -149,11 +148,11 @@ class Watchdog:
         """Call `abort` when ranks hang, to free a device that waits for them."""
         self._aborts.append(abort)
 
-    def fail(self, error: Exception) -> Exception:
-        """Tell all ranks that this one failed and will be missing; returns `error`."""
-        if not self.fields["failure"][self.rank]:
-            self.fields["failure"][self.rank] = f"{type(error).__name__}: {error}".encode()[:1000]
-        return error
+    def fail(self, error: Exception, rank: int | None = None) -> None:
+        """Tell all ranks that this one, or `rank`, failed and will be missing."""
+        rank = self.rank if rank is None else rank
+        if not self.fields["failure"][rank]:
+            self.fields["failure"][rank] = f"{type(error).__name__}: {error}".encode()[:1000]
 
     def check(self) -> None:
         """Raises HangError if the ranks are known to hang."""
@@ -179,12 +178,22 @@ class Watchdog:
             found.append(RankState(pid, process, int(self.fields["step"][rank]), failure, latest))
         return found
 
+    def _skipped(self, at: tuple[int, int, int], there: tuple[int, int, int]) -> HangError:
+        """Two ranks are in different collectives at one turn: who is further on has skipped one."""
+        first, second = sorted((at, there), key=lambda place: (self.fields["in_step"][place], place[0]))
+        skipped, entered = (_text(self.fields, place) for place in (first, second))
+        error = HangError(f"it skipped {skipped}, which rank {first[0]} is in, and entered {entered}")
+        self.fail(error, second[0])
+        return error
+
     def _watch(self) -> None:
         while not self._stop.wait(_TICK):
             while self._pending and self._pending[0][0]():
                 self.fields["left"][self._pending.pop(0)[1]] = time.monotonic()
             if self._in_trouble():
-                self.report = self.report or diagnose(self.states())
+                known = [bytes(report).decode() for report in self.fields["report"] if report]
+                self.report = known[0] if known else diagnose(self.states())
+                self.fields["report"][self.rank] = self.report.encode()[:2000]
                 self._give_up()
                 return
 
@@ -192,7 +201,7 @@ class Watchdog:
         began = float(self.fields["began"][self.rank])
         if began and time.monotonic() - began > self.deadline:
             return True
-        if self.fields["failure"].any():
+        if self.fields["failure"].any() or self.fields["report"].any():
             return True
         for rank, pid in enumerate(self.fields["pid"].tolist()):
             process = "runs" if rank == self.rank or not pid or self.fields["closed"][rank] else process_state(pid)
@@ -203,7 +212,6 @@ class Watchdog:
 
     def _give_up(self) -> None:
         assert self.report is not None
-        self.fail(HangError(self.report))  # whoever has not seen it yet
         lines = [f"rank {self.rank}: {self.report}", *(f"  {line}" for line in self._ring())]
         os.write(2, ("\n".join(lines) + "\n").encode())
         faulthandler.dump_traceback(2, all_threads=True)
@@ -234,24 +242,26 @@ def diagnose(states: list[RankState]) -> str:
         for communicator, entered in state.latest.items()
         if not entered.left
     ]
-    wait = ""
-    if waiting:
-        _, entered, _ = max(waiting, key=lambda item: item[1].step)
-        wait = f"; {entered.name} of step {entered.step} (plan {entered.digest or 'none'}) waits for it"
+
+    def missing(rank: int, why: str) -> str:
+        waits = [entered for _, entered, other in waiting if other != rank]
+        line = f"rank {rank} is missing: {why}"
+        if waits:
+            line += f"; {waits[0].name} of step {waits[0].step} (plan {waits[0].digest or 'none'}) waits for it"
+        return line
+
     for rank, state in enumerate(states):
         if state.process != "runs":
-            return f"rank {rank} is missing: its process {state.pid} is {state.process}{wait}"
-    failures = [(rank, state) for rank, state in enumerate(states) if state.failure]
-    for rank, state in sorted(failures, key=lambda pair: pair[1].failure.startswith(HangError.__name__)):
-        return f"rank {rank} is missing: in step {state.step}, {state.failure}{wait}"
+            return missing(rank, f"its process {state.pid} is {state.process}")
+    for rank, state in enumerate(states):
+        if state.failure:
+            return missing(rank, f"in step {state.step}, {state.failure}")
     for communicator, entered, _ in waiting:
         for rank, state in enumerate(states):
             last = state.latest.get(communicator)
             if last is None or last.turn < entered.turn:
                 where = f"last in {last.name} of step {last.step}" if last else "in none yet"
-                return (
-                    f"rank {rank} is missing: it has not entered {entered.name} of step {entered.step}, {where}{wait}"
-                )
+                return missing(rank, f"it has not entered {entered.name} of step {entered.step}, {where}")
     steps = ", ".join(f"rank {rank} in step {state.step}" for rank, state in enumerate(states))
     return f"a step took too long, and no rank waits for another: {steps}"
 
@@ -268,6 +278,10 @@ def process_state(pid: int) -> str:
 def _collective(fields: dict[str, np.ndarray], at: tuple[int, int, int]) -> Collective:
     name, digest = bytes(fields["name"][at]).decode(), bytes(fields["with_plan"][at]).decode()
     return Collective(int(fields["turn"][at]), name, int(fields["in_step"][at]), digest, bool(fields["left"][at]))
+
+
+def _what(fields: dict[str, np.ndarray], at: tuple[int, int, int]) -> tuple[bytes, int]:
+    return bytes(fields["name"][at]), int(fields["in_step"][at])
 
 
 def _text(fields: dict[str, np.ndarray], at: tuple[int, int, int]) -> str:
