@@ -1,0 +1,170 @@
+"""All-gather without a barrier: every rank writes its part into every peer's buffer, and a reader waits for the words.
+
+    out[i, r * width + j] = part of rank r [i, j], but +0.0 where that is -0.0
+
+A word of a buffer that still reads -0.0 (0x80000000) has not been written: writers turn -0.0 into +0.0, the one
+exception to the same bits. So it carries numbers, fp32 or bf16, two of which make a word, and never packed rows, whose
+scale bytes can be the sentinel. Buffers rotate over three generations: of round i, a rank writes and reads generation
+i mod 3, and sets what round i - 1 used back to the sentinel. No peer can write that again before round i + 2, and so
+not before this rank has entered round i + 1. The round, and the extent that the last one used, live on the device, so
+that a replayed graph is right; the last program to finish advances them. Leslie Lamport's idea (1977) that data can be
+its own flag; messages marked by a value that data never takes are the "LL" protocols of communication libraries.
+
+One instance a stream, and all ranks make the same calls in one order, of parts of one shape. `programs` blocks must be
+able to run beside everything else that may wait for a peer (parallel/residency.py). A block looks at most `polls` times
+for each of its tiles and then sets `stalled`: a peer that never comes ends as an error, `out` being void, and not as a
+hang; later rounds then do not wait at all, and the buffers must be made anew.
+
+Shapes: part [n, width], n > 0 (a round without words would not wait for anybody), contiguous, fp32 or bf16, a row
+being a multiple of 4 bytes; buffers int64 [ranks], the
+addresses of every rank's int32 [3, ranks, capacity] with capacity >= the words of a part, all words the sentinel at
+first, addresses multiples of 16; state int64 [4] on the device: round, extent (words) of the last one, programs that
+have finished, stalled; out [n, ranks * width], contiguous, of part's dtype. Returns out.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deltagram.kernels._pointers import at, wait_until
+from deltagram.kernels._triton import Build, Impl, choose, jit, tl
+
+SENTINEL = -(1 << 31)  # the bits of -0.0
+TILE, WARPS, REGISTERS = 512, 4, 48  # words a program moves at a time; what a block needs, for parallel/residency.py
+ROUND, EXTENT, FINISHED, STALLED = range(4)  # places of `state`
+
+
+def lamport_gather(
+    part: Tensor,
+    buffers: Tensor,
+    state: Tensor,
+    out: Tensor,
+    rank: int,
+    capacity: int,
+    polls: int,
+    programs: int,
+    impl: Impl = None,
+) -> Tensor:
+    """See the file's docstring."""
+    assert part.dtype in (torch.float32, torch.bfloat16) and part.dtype == out.dtype
+    assert part.shape[1] * part.itemsize % 4 == 0 and part.nbytes <= 4 * capacity and capacity % 4 == 0
+    assert len(part) and out.shape == (len(part), part.shape[1] * len(buffers)) and part.is_contiguous() and out.is_contiguous()
+    body = choose(impl, part.device, _reference, _launch)
+    return body(part, buffers, state, out, rank, capacity, polls, programs)
+
+
+def _reference(
+    part: Tensor, buffers: Tensor, state: Tensor, out: Tensor, rank: int, capacity: int, polls: int, programs: int
+) -> Tensor:
+    ranks, words = len(buffers), part.nbytes // 4
+    round_, extent = int(state[ROUND]), int(state[EXTENT])
+    shape = (3, ranks, capacity)
+    views = [at(address, shape, torch.int32, part.device) for address in buffers.tolist()]
+    sent = torch.where(part == 0, 0.0, part).to(part.dtype).view(torch.int32).reshape(-1)
+    for view in views:
+        view[round_ % 3, rank, :words] = sent
+    came = views[rank][round_ % 3, :, :words]
+    if not wait_until(lambda: not bool((came == SENTINEL).any()), 0 if int(state[STALLED]) else polls):
+        state[STALLED] = 1
+    rows = came.view(part.dtype).view(ranks, *part.shape)
+    out.view(len(part), ranks, -1).copy_(rows.transpose(0, 1))
+    views[rank][(round_ + 2) % 3, :, :extent] = SENTINEL
+    state[ROUND], state[EXTENT] = round_ + 1, words
+    return out
+
+
+@jit(do_not_specialize=["num_rows", "rank", "capacity", "polls"])
+def _kernel(  # type: ignore[no-untyped-def]
+    part,
+    buffers,
+    state,
+    out,
+    num_rows,
+    rank,
+    capacity,
+    polls,
+    RANKS: tl.constexpr,
+    WIDTH: tl.constexpr,  # words of a row of `part`
+    PAIRS: tl.constexpr,  # bf16, two a word
+    TILE: tl.constexpr,
+):
+    SENTINEL: tl.constexpr = -2147483648
+    first = tl.program_id(0)
+    programs = tl.num_programs(0)
+    lane = tl.arange(0, TILE)
+    turn = tl.load(state)
+    extent = tl.cdiv(tl.load(state + 1).to(tl.int32), 4) * 4
+    before = tl.load(state + 3)
+    segment = (capacity // 4).to(tl.int64) * 4  # which tells the compiler that four words can move at once
+    words = num_rows * WIDTH
+    now = (turn % 3) * RANKS * segment
+    last = ((turn + 2) % 3) * RANKS * segment
+    mine = tl.load(buffers + rank).to(tl.pointer_type(tl.int32))
+    tiles = tl.cdiv(words, TILE)
+    for tile in range(first, tiles, programs):
+        at = tile * TILE + lane
+        word = tl.load(part + at, mask=at < words, other=0)
+        if PAIRS:
+            word = tl.where((word & 0xFFFF) == 0x8000, word & -65536, word)
+            word = tl.where((word & -65536) == SENTINEL, word & 0xFFFF, word)
+        else:
+            word = tl.where(word == SENTINEL, 0, word)
+        for peer in tl.static_range(RANKS):
+            theirs = tl.load(buffers + peer).to(tl.pointer_type(tl.int32))
+            tl.store(tl.multiple_of(theirs + now + rank * segment + at, 16), word, mask=at < words)
+    gave_up = before != 0
+    for tile in range(first, tiles, programs):
+        at = tile * TILE + lane
+        inside = at < words
+        place = at // WIDTH * (RANKS * WIDTH) + at % WIDTH
+        for peer in tl.static_range(RANKS):
+            there = tl.multiple_of(mine + now + peer * segment + at, 16)
+            word = tl.load(there, mask=inside, other=0, volatile=True)
+            missing = tl.max((word == SENTINEL).to(tl.int32))
+            left = tl.where(gave_up, 0, polls)
+            while (missing > 0) & (left > 0):
+                word = tl.load(there, mask=inside, other=0, volatile=True)
+                missing = tl.max((word == SENTINEL).to(tl.int32))
+                left -= 1
+            gave_up = gave_up | (missing > 0)
+            tl.store(out + peer * WIDTH + place, word, mask=inside)
+    if gave_up:
+        tl.store(state + 3, 1)
+    for tile in range(first, tl.cdiv(extent, TILE), programs):
+        at = tile * TILE + lane
+        for peer in tl.static_range(RANKS):
+            back = tl.full((TILE,), SENTINEL, tl.int32)
+            tl.store(tl.multiple_of(mine + last + peer * segment + at, 16), back, mask=at < extent)
+    tl.debug_barrier()  # every warp has read the state
+    if tl.atomic_add(state + 2, 1) == programs - 1:
+        tl.store(state + 2, 0)
+        tl.store(state + 1, words.to(tl.int64))
+        tl.store(state, turn + 1)
+
+
+def _launch(
+    part: Tensor, buffers: Tensor, state: Tensor, out: Tensor, rank: int, capacity: int, polls: int, programs: int
+) -> Tensor:
+    rows, width = part.shape[0], part.shape[1] * part.itemsize // 4
+    views = part.view(torch.int32), buffers, state, out.view(torch.int32)
+    constants = {"RANKS": len(buffers), "WIDTH": width, "PAIRS": part.dtype == torch.bfloat16, "TILE": TILE}
+    grid = (min(programs, -(-rows * width // TILE)),)
+    _kernel[grid](*views, rows, rank, capacity, polls, **constants, num_warps=WARPS, maxnreg=REGISTERS)
+    return out
+
+
+def ahead_of_time() -> list[Build]:
+    types = {"part": "*i32", "buffers": "*i64", "state": "*i64", "out": "*i32"}
+    types |= dict.fromkeys(("num_rows", "rank", "capacity", "polls"), "i32")
+    options = {"num_warps": WARPS, "maxnreg": REGISTERS}
+    forms = ((2, 6400, True), (4, 3200, True), (8, 3200, False))
+    return [
+        Build(
+            _kernel,
+            types,
+            {"RANKS": ranks, "WIDTH": width, "PAIRS": pairs, "TILE": TILE},
+            {"num_warps": WARPS, "maxnreg": REGISTERS},
+        )
+        for ranks, width, pairs in forms
+    ]
