@@ -1,5 +1,4 @@
-"""The derived sequence table: compiled and reference agree on any step; what it means is
-tests/step/test_sequences.py's."""
+"""The derived sequence table: all bodies agree on any step; what it means is tests/step/test_sequences.py's."""
 
 import random
 
@@ -22,13 +21,14 @@ def step(seed: int, padded: bool) -> tuple[list[Tensor], int]:
     lengths = torch.tensor([draw.randint(1, 60) for _ in range(ROWS)], dtype=torch.int32)
     counts = torch.tensor([sum(new), len(rows), 0, draw.randint(0, 3)], dtype=torch.int32)
     starts = [draw.randint(0, 60) if kind == 2 else -1 for kind in kinds]
+    granted = draw.sample(range((ROWS - 1) * PAGES), 4)
     packed = [
         counts,
         torch.tensor(kinds + [3] * spare, dtype=torch.int32),
         torch.tensor(rows + [ROWS - 1] * spare, dtype=torch.int32),
         torch.tensor([sum(new[:n]) for n in range(len(new) + 1)] + [sum(new)] * spare, dtype=torch.int32),
         torch.tensor(starts + [-1] * spare, dtype=torch.int32),
-        torch.tensor([[draw.randrange(ROWS), draw.randrange(PAGES), draw.randrange(99)] for _ in range(4)]).int(),
+        torch.tensor([[*divmod(entry, PAGES), draw.randrange(99)] for entry in granted], dtype=torch.int32),
         torch.tensor([[draw.randrange(1000) for _ in range(CONTEXT)] for _ in range(ROWS)], dtype=torch.int32),
         lengths,
         torch.tensor([draw.randint(0, 4) for _ in range(ROWS)], dtype=torch.int32),
@@ -49,3 +49,51 @@ def test_both_bodies_agree(padded: bool) -> None:
         assert torch.equal(*pages)
         for ours, expected in zip(compiled, reference, strict=True):
             assert ours.dtype == expected.dtype and torch.equal(ours, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_gpu_agrees(padded: bool) -> None:
+    """Also where many tokens and sequences take several programs, and a token's page is granted in the same step."""
+    for seed in range(40):
+        packed, num_rows = step(seed, padded)
+        table = packed[-1].cuda()
+        ours = derive_table(*(each.cuda() for each in packed[:-1]), table, PAGE, num_rows)  # type: ignore[arg-type, misc]
+        expected = derive_table(*packed, PAGE, num_rows, "reference")  # type: ignore[arg-type, misc]
+        assert torch.equal(table.cpu(), packed[-1])
+        for mine, theirs in zip(ours, expected, strict=True):
+            assert mine.dtype == theirs.dtype and torch.equal(mine.cpu(), theirs)
+
+
+def many(tokens: int, sequences: int, granted: int) -> list[Tensor]:
+    """Prefill of `sequences` chunks of `tokens` each, with their first pages granted."""
+    starts = torch.arange(sequences, dtype=torch.int32) * 3
+    rows = torch.randperm(sequences, dtype=torch.int32)
+    pages = -(-(tokens + 3 * sequences) // PAGE)
+    grants = torch.full((sequences, 3), 7, dtype=torch.int32)
+    grants[:, 0], grants[:, 1] = rows, starts // PAGE
+    return [
+        torch.tensor([tokens * sequences, sequences, 0, granted], dtype=torch.int32),
+        torch.full((sequences,), 2, dtype=torch.int32),
+        rows,
+        torch.arange(sequences + 1, dtype=torch.int32) * tokens,
+        starts,
+        grants,
+        torch.randint(0, 999, (sequences + 1, tokens + 3 * sequences), dtype=torch.int32),
+        torch.ones(sequences + 1, dtype=torch.int32),
+        torch.ones(sequences + 1, dtype=torch.int32),
+        torch.randint(9, 99, (sequences + 1, pages), dtype=torch.int32),
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "sequences", "granted"), [(1, 300, 300), (17, 150, 77), (700, 3, 0)])
+def test_the_gpu_agrees_on_large_steps(tokens: int, sequences: int, granted: int) -> None:
+    torch.manual_seed(0)
+    packed = many(tokens, sequences, granted)
+    table = packed[-1].cuda()
+    arguments = [each.cuda() for each in packed[:-1]]
+    ours = derive_table(*arguments, table, PAGE, tokens * sequences + 5)  # type: ignore[arg-type, misc]
+    expected = derive_table(*packed, PAGE, tokens * sequences + 5, "reference")  # type: ignore[arg-type, misc]
+    assert torch.equal(table.cpu(), packed[-1])
+    assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(ours, expected, strict=True))

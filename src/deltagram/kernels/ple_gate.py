@@ -104,6 +104,12 @@ def ahead_of_time() -> list[Build]:
     builds = []
     for dtype in ("*bf16", "*fp32"):
         types = dict.fromkeys(("streams", "key", "value", "gated", "normed"), dtype)
-        types |= {"query_weight": "*fp32", "conv_weight": "*fp32", "value_stride": "i32", "eps": "fp32", "scale": "fp32"}
+        types |= {
+            "query_weight": "*fp32",
+            "conv_weight": "*fp32",
+            "value_stride": "i32",
+            "eps": "fp32",
+            "scale": "fp32",
+        }
         builds.append(Build(_kernel, types, {"S": 4, "H": 2560, "BLOCK": 4096}, {"num_warps": 8}))
     return builds
