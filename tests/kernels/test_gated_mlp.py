@@ -15,8 +15,8 @@ def test_any_number_of_rows(size: int, inner: int, bf16: bool) -> None:
     x = torch.randn(130, size)
     gate, up = (x.double() @ gate_up.unpack().double().T).chunk(2, -1)
     expected = (F.silu(gate) * up) @ down.unpack().double().T
-    every = gated_mlp(x, gate_up, down, "compiled")
+    every = gated_mlp(x, gate_up, down, impl="compiled")
     assert_close(every, expected)
     torch.testing.assert_close(gated_mlp(*exact((x, gate_up, down))), expected)
     for rows in LENGTHS:
-        assert torch.equal(gated_mlp(among_nan(x[-rows:]), gate_up, down, "compiled"), every[-rows:])
+        assert torch.equal(gated_mlp(among_nan(x[-rows:]), gate_up, down, impl="compiled"), every[-rows:])

@@ -44,6 +44,6 @@ def test_other_dtypes_take_the_reference_and_the_compiled_body_refuses_them() ->
     x, packed = torch.randn(3, 8, dtype=torch.float64), weight(5, 8)
     assert linear(x, packed).dtype == torch.float64
     with pytest.raises(ValueError, match="float32"):
-        linear(x, packed, "compiled")
+        linear(x, packed, impl="compiled")
     plain = torch.randn(5, 8)
     assert torch.equal(linear(x.float(), plain), torch.nn.functional.linear(x.float(), plain))

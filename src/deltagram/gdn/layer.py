@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from deltagram.gdn.core import LayerState, forward_core
+from deltagram.kernels._norm import Norm
 from deltagram.kernels.rms_norm_gated import rms_norm_gated
 from deltagram.layers.basic import Factory, Linear
 from deltagram.step.sequences import SequenceTable
@@ -46,15 +47,18 @@ class GatedDeltaNet:
         self.out = Linear(num_value_heads * value_dim, {"out_proj": hidden_size}, make)
         self.state: LayerState | None = None
 
-    def __call__(self, x: Tensor, table: SequenceTable) -> Tensor:
-        """x [T, hidden] -> [T, hidden]."""
+    def __call__(
+        self, x: Tensor, table: SequenceTable, norm: Norm | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """x [T, hidden], which goes through `norm` first -> [T, hidden], added to `residual`."""
         assert self.state is not None, "the layer has no pool"
-        qkv, z, b, a = self.project.split(x)
+        qkv, z, b, a = self.project.split(x, norm)
         heads = forward_core(
             table, qkv, a, b, self.conv, self.A_log, self.dt_bias, self.num_key_heads, self.key_dim, self.state
         )
         z = z.unflatten(1, (self.num_value_heads, self.value_dim))
-        return self.out(rms_norm_gated(heads, z, self.norm, table.cu_tokens, self.eps, self.gate).flatten(1))
+        normed = rms_norm_gated(heads, z, self.norm, table.cu_tokens, self.eps, self.gate)
+        return self.out(normed.flatten(1), residual=residual)
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         return self.project.tensors(prefix) | self._common(prefix)

@@ -1,29 +1,59 @@
-"""A product with a weight, y = x W^T: torch's, or for a packed weight one whose bits do not depend on the number of
-rows.
+"""A product with a weight, and what rides along: a norm of its input, a residual that it adds to.
 
-The compiled body sums over the inputs in order, whatever rows are beside a row, and reads bf16 weights as they are: a
-model trained in bf16 that computes in fp32 moves half the bytes a product in fp32 would.
+    y = residual + norm(x) W^T        norm(x) = scale * x / sqrt(mean(x^2) + eps), or x; without a residual, 0
+
+On a CPU, a packed weight's product has bits that do not depend on the number of rows: the compiled body sums over the
+inputs in order, whatever rows are beside a row, and reads bf16 weights as they are: a model trained in bf16 that
+computes in fp32 moves half the bytes a product in fp32 would.
+
+On a GPU, up to FEW_ROWS rows are one launch of the kernel in _few_rows.py, whose bits do not depend on the other rows;
+more, and fp32, are the library's product behind the norm of _norm.py.
 
 Shapes: x [T, inputs] (rows may be strided), weight [outputs, inputs], a Packed (see _packed.py) or a tensor of x's
-dtype. Returns [T, outputs] in x's dtype, whose rows may be strided.
+dtype, norm (scale fp32 [inputs], eps), residual [T, outputs]. Returns [T, outputs] in x's dtype, whose rows may be
+strided.
 """
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deltagram.kernels._few_rows import few_rows, product, product_builds
+from deltagram.kernels._norm import Norm, compiled_norm, fused_norm, plain_norm
 from deltagram.kernels._packed import Matrix, Packed, dense
-from deltagram.kernels._triton import Impl, choose, on_cpu
+from deltagram.kernels._triton import Build, Impl, choose, on_cpu
 
 
-def linear(x: Tensor, weight: Matrix, impl: Impl = None) -> Tensor:
+def linear(
+    x: Tensor, weight: Matrix, norm: Norm | None = None, residual: Tensor | None = None, impl: Impl = None
+) -> Tensor:
     """See the file's docstring."""
-    return choose(impl, x, _reference, _reference, _compiled if isinstance(weight, Packed) else None)(x, weight)
+    body = choose(impl, x, _reference, _launch, _compiled if isinstance(weight, Packed) else None)
+    return body(x, weight, norm, residual)
 
 
-def _reference(x: Tensor, weight: Matrix) -> Tensor:
-    return F.linear(x, dense(weight, x))
+def _reference(x: Tensor, weight: Matrix, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
+    y = F.linear(x if norm is None else plain_norm(x, *norm), dense(weight, x))
+    return y if residual is None else residual + y
 
 
-_compiled = on_cpu("linear")
+def _compiled(x: Tensor, weight: Matrix, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
+    y: Tensor = _compiled_product(x if norm is None else compiled_norm(x, *norm), weight)
+    return y if residual is None else residual + y
+
+
+_compiled_product = on_cpu("linear")
+
+
+def _launch(x: Tensor, weight: Matrix, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
+    matrix = dense(weight, x)
+    if few_rows(x):
+        return product(x, matrix, norm, residual)
+    x = x if norm is None else fused_norm(x, *norm)
+    return F.linear(x, matrix) if residual is None else torch.addmm(residual, x, matrix.t())
+
+
+def ahead_of_time() -> list[Build]:
+    return product_builds(gated=False)

@@ -8,22 +8,20 @@ arithmetic in fp32 (float64 for float64 inputs). These models' checkpoints hold 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from deltagram.kernels._triton import Impl, choose, on_cpu
+from deltagram.kernels._norm import compiled_norm, fused_norm, norm_builds, plain_norm
+from deltagram.kernels._triton import Build, Impl, choose
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, impl: Impl = None) -> Tensor:
     """See the file's docstring."""
-    return choose(impl, x, _reference, _reference, _compiled)(x, weight, eps)
+    return choose(impl, x, _reference, fused_norm, compiled_norm)(x, weight, eps)
 
 
 def _reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
-    # torch's rms_norm takes twice as long for the few rows of a decode step
-    norm = torch.linalg.vector_norm(wide, 2, -1, True)
-    return (wide * norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()).mul_(weight.to(wide.dtype)).to(x.dtype)
+    return plain_norm(x, weight, eps)
 
 
-_compiled = on_cpu("rms_norm")
+def ahead_of_time() -> list[Build]:
+    return norm_builds()

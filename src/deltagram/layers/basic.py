@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from deltagram.kernels._norm import Norm
 from deltagram.kernels._packed import Matrix, Packed
 from deltagram.kernels.linear import linear
 from deltagram.kernels.rms_norm import rms_norm
@@ -88,13 +89,14 @@ class Linear:
     def matrix(self) -> Matrix:
         return self._weight.matrix
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, inputs] -> [T, outputs], the parts side by side; rows may be strided."""
-        return linear(x, self._weight.matrix)
+    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
+        """x [T, inputs], which goes through `norm` first -> [T, outputs], the parts side by side and added to
+        `residual`; rows may be strided."""
+        return linear(x, self._weight.matrix, norm, residual)
 
-    def split(self, x: Tensor) -> Sequence[Tensor]:
-        """x [T, inputs] -> one [T, outputs] view a part."""
-        return linear(x, self._weight.matrix).split_with_sizes(self.sizes, -1)
+    def split(self, x: Tensor, norm: Norm | None = None) -> Sequence[Tensor]:
+        """x [T, inputs], which goes through `norm` first -> one [T, outputs] view a part."""
+        return linear(x, self._weight.matrix, norm).split_with_sizes(self.sizes, -1)
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         weights = self.weight.split(self.sizes)
@@ -118,6 +120,11 @@ class RMSNorm:
         if self._scale is None:  # made once, after loading
             self._scale = (1 + self.weight).view(self.groups, self.size) if self.groups > 1 else 1 + self.weight
         return self._scale
+
+    @property
+    def fused(self) -> Norm:
+        """The norm for a product to apply to its input."""
+        return Norm(self.scale, self.eps)
 
     def __call__(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.scale, self.eps)

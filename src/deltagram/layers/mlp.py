@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from deltagram.kernels._norm import Norm
 from deltagram.kernels.gated_mlp import gated_mlp
 from deltagram.kernels.moe import moe
 from deltagram.layers.basic import Factory, Linear, Weight
@@ -14,8 +15,9 @@ class MLP:
         self.gate_up = Linear(hidden_size, {"gate_proj": intermediate_size, "up_proj": intermediate_size}, make)
         self.down = Linear(intermediate_size, {"down_proj": hidden_size}, make)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return gated_mlp(x, self.gate_up.matrix, self.down.matrix)
+    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
+        """x [T, H], which goes through `norm` first -> [T, H], added to `residual`."""
+        return gated_mlp(x, self.gate_up.matrix, self.down.matrix, norm, residual)
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         return self.gate_up.tensors(prefix) | self.down.tensors(prefix)
