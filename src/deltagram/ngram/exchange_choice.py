@@ -3,9 +3,16 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from deltagram.ngram import lamport_exchange, peer_exchange
 from deltagram.ngram.exchange import CollectiveExchange, Exchange
+from deltagram.ngram.lamport_exchange import LamportExchange
+from deltagram.ngram.peer_exchange import PeerExchange
 from deltagram.ngram.sharding import SplitTables
+from deltagram.parallel import peer_memory
 from deltagram.parallel.groups import Group
+from deltagram.parallel.lamport import LamportAllGather, blocks_beside
+
+MOST_TOKENS = 128  # of a slot that goes through peer memory; collectives are faster for more
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +37,54 @@ def _collective(setup: Setup) -> Exchange:
     return CollectiveExchange(setup.tables, setup.group.communicator("chain"), setup.same_tokens)
 
 
-KINDS: dict[str, Kind] = {"collective": Kind(lambda setup: None, _collective)}  # the first that is possible is "auto"
+def _peer_bytes(setup: Setup) -> int:
+    return PeerExchange.nbytes(setup.tables, min(setup.max_tokens, MOST_TOKENS), setup.same_tokens)
+
+
+def _peer_problem(setup: Setup) -> str | None:
+    problem = peer_exchange.problem(setup.tables)
+    of_memory = peer_memory.problem(0 if problem else _peer_bytes(setup), setup.group)  # which all ranks must ask
+    return problem or of_memory
+
+
+def _peer(setup: Setup) -> Exchange:
+    group, tables = setup.group, setup.tables
+    memory = peer_memory.peer_memory(_peer_bytes(setup), group)
+    chain = group.communicator("chain")
+    above = CollectiveExchange(tables, chain, setup.same_tokens)
+    most, polls = min(setup.max_tokens, MOST_TOKENS), peer_memory.patience(group)
+    return PeerExchange(tables, memory, most, polls, setup.same_tokens, above, chain)
+
+
+def _lamport_bytes(setup: Setup) -> int:
+    tables, most = setup.tables, min(setup.max_tokens, MOST_TOKENS)
+    assert tables.dtype is not None
+    return LamportAllGather.nbytes(tables.ranks, tables.num_layers * most, lamport_exchange.width(tables), tables.dtype)
+
+
+def _lamport_problem(setup: Setup) -> str | None:
+    problem = lamport_exchange.problem(setup.tables, setup.same_tokens)
+    of_memory = peer_memory.problem(0 if problem else _lamport_bytes(setup), setup.group)
+    return problem or of_memory
+
+
+def _lamport(setup: Setup) -> Exchange:
+    group, tables, most = setup.group, setup.tables, min(setup.max_tokens, MOST_TOKENS)
+    memory = peer_memory.peer_memory(_lamport_bytes(setup), group)
+    chain, width = group.communicator("chain"), lamport_exchange.width(tables)
+    assert tables.dtype is not None
+    blocks = blocks_beside(group.device, ranks_here=group.size if group.shared_card else 1)
+    gather = LamportAllGather(
+        memory, tables.num_layers * most, width, tables.dtype, blocks, peer_memory.patience(group), chain
+    )
+    return LamportExchange(tables, gather, most, CollectiveExchange(tables, chain, setup.same_tokens))
+
+
+KINDS: dict[str, Kind] = {  # the first that is possible is "auto"
+    "peer": Kind(_peer_problem, _peer),
+    "collective": Kind(lambda setup: None, _collective),
+    "lamport": Kind(_lamport_problem, _lamport),
+}
 AUTO = "auto"
 
 

@@ -17,6 +17,7 @@ from deltagram.kernels.row_decode import row_decode
 from deltagram.ngram.exchange import Exchange, Rows
 from deltagram.ngram.sharding import SplitTables
 from deltagram.ngram.stores import DeviceStore
+from deltagram.parallel.groups import Communicator
 from deltagram.parallel.peer_memory import SIZES, PeerMemory
 from deltagram.parallel.watchdog import HangError
 
@@ -40,7 +41,8 @@ class PeerExchange:
 
     memory: of at least `nbytes(...)`, which becomes this instance's alone. max_slot: the longest slot that goes this
     way; longer ones go `above`. same_tokens: whether all ranks have the same ids; then each looks up its own alone.
-    polls: looks, of about a microsecond, after which a barrier gives up. `check` says whether one did.
+    polls: looks, of about a microsecond, after which a barrier gives up. `check` says whether one did. communicator: of
+    the stream on which exchanges are made, for the watchdog's notes; None for ranks that one process plays.
     """
 
     name = "peer"
@@ -53,10 +55,11 @@ class PeerExchange:
         polls: int,
         same_tokens: bool = False,
         above: Exchange | None = None,
+        communicator: Communicator | None = None,
     ) -> None:
         assert problem(tables) is None and memory.ranks == tables.ranks and memory.rank == tables.rank
         self.stores = [store for store in tables.stores if isinstance(store, DeviceStore)]
-        self.tables, self.memory, self.above = tables, memory, above
+        self.tables, self.memory, self.above, self.communicator = tables, memory, above, communicator
         self.max_slot, self.polls, self.same_tokens = max_slot, polls, same_tokens
         device, (at_ids, at_rows, _) = memory.device, _places(tables, max_slot, same_tokens)
         self.rank, self.row_bytes = tables.rank, self.stores[0].format.row_bytes
@@ -79,6 +82,12 @@ class PeerExchange:
         if slot > self.max_slot:
             assert self.above is not None, f"a slot of {slot} tokens, for which no other exchange was given"
             return self.above.exchange(hashes, slot)
+        if self.communicator is None:
+            return self._exchange(hashes, slot)
+        with self.communicator.entered("peer exchange", hashes.device):
+            return self._exchange(hashes, slot)
+
+    def _exchange(self, hashes: Tensor, slot: int) -> Rows:
         layers, count, columns = hashes.shape
         peer_publish(hashes, self.ids, self.rank, slot)
         self._barrier()

@@ -173,27 +173,31 @@ class Communicator:
             self.group.watchdog.fail(error)
             raise
 
+    @contextmanager
+    def entered(self, kind: str, device: torch.device) -> Iterator[None]:
+        """Around whatever waits for the other ranks on this communicator's stream: the watchdog notes it, and its end
+        on the device."""
+        if device.type == "cuda":
+            stream = torch.cuda.current_stream(device)
+            self._stream = self._stream or stream
+            assert stream == self._stream, f"{self.name} belongs to another stream: give this one its own"
+        with self.group.watchdog.collective(self.index, f"{self.name} {kind}") as record:
+            yield
+        if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            event = torch.cuda.Event()
+            event.record(stream)
+            self.group.watchdog.ends_when(event.query, record)
+
     def _run(self, kind: str, collective: Callable[..., Any], out: Tensor, part: Tensor) -> None:
-        guard = self.group.watchdog
-        with guard.collective(self.index, f"{self.name} {kind}") as record:
+        with self.entered(kind, part.device):
             if self.on_device:
-                stream = torch.cuda.current_stream(part.device)
-                self._stream = self._stream or stream
-                assert stream == self._stream, f"{self.name} belongs to another stream: give this one its own"
                 collective(out.view(-1), part.reshape(-1), group=self.process_group)
-                if not torch.cuda.is_current_stream_capturing():
-                    event = torch.cuda.Event()
-                    event.record(stream)
-                    ended = event.query
-            else:
-                received = out if out.device.type == "cpu" else torch.empty(out.shape, dtype=out.dtype)
-                work = collective(received.view(-1), part.cpu().reshape(-1), group=self.process_group, async_op=True)
-                self._wait(work)
-                if received is not out:  # several ranks on one card, for which NCCL has no collective
-                    out.copy_(received)
                 return
-        if not torch.cuda.is_current_stream_capturing():
-            guard.ends_when(ended, record)
+            received = out if out.device.type == "cpu" else torch.empty(out.shape, dtype=out.dtype)
+            work = collective(received.view(-1), part.cpu().reshape(-1), group=self.process_group, async_op=True)
+            self._wait(work)
+            if received is not out:  # several ranks on one card, for which NCCL has no collective
+                out.copy_(received)
 
     def _wait(self, work: Any) -> None:
         """For the end of a collective on the host, or for the watchdog's report."""

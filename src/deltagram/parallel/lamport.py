@@ -41,8 +41,9 @@ class LamportAllGather:
     """Gathers parts of `width` values of `dtype` (fp32 or bf16) a row from every rank, on one stream.
 
     memory: of at least `nbytes(...)`, which becomes this instance's alone. max_rows: of a part that goes this way;
-    longer ones take `communicator`. blocks: see `blocks_beside`. polls: looks, of about a microsecond, after which a
-    wait gives up. Every rank makes the same calls, with parts of one shape, in one order.
+    longer ones take `communicator`, the stream's, which also lets the watchdog note what waits; None for ranks that one
+    process plays. blocks: see `blocks_beside`. polls: looks, of about a microsecond, after which a wait gives up. Every
+    rank makes the same calls, with parts of one shape, in one order.
     """
 
     def __init__(
@@ -78,14 +79,19 @@ class LamportAllGather:
         if not len(part):
             return out
         if len(part) <= self.max_rows:
-            return lamport_gather(
-                part, self.buffers, self.state, out, self.memory.rank, self.capacity, self.polls, self.blocks
-            )
+            if self.communicator is None:
+                return self._gather(part, out)
+            with self.communicator.entered("Lamport gather", part.device):
+                return self._gather(part, out)
         assert self.communicator is not None, f"a part of {len(part)} rows, for which no communicator was given"
         parts = part.new_empty(ranks, *part.shape)
         self.communicator.all_gather(parts, part)
         out.view(len(part), ranks, self.width).copy_(parts.transpose(0, 1))
         return out
+
+    def _gather(self, part: Tensor, out: Tensor) -> Tensor:
+        given = part, self.buffers, self.state, out
+        return lamport_gather(*given, self.memory.rank, self.capacity, self.polls, self.blocks)
 
     def check(self) -> None:
         """Waits for the stream's gathers. Raises HangError if one gave up: what it gathered is void."""

@@ -82,6 +82,12 @@ def peer_memory(nbytes: int, group: Group) -> PeerMemory:
     return PeerMemory(group.rank, group.device, partial(open_, nbytes, group), group.barrier)
 
 
+def patience(group: Group) -> int:
+    """Polls, of about a microsecond, after which a wait of `group` gives up: when a step's deadline is well past, so
+    that the watchdog speaks first."""
+    return min(int((group.deadline + 5) * 1e6), 2**31 - 1)
+
+
 def virtual_ranks(nbytes: int, ranks: int, device: torch.device) -> list[PeerMemory]:
     """The memory of `ranks` ranks that one process plays, each on a stream of its own: how kernels that wait for each
     other are tested on one card, where processes would take turns."""
@@ -92,8 +98,7 @@ def virtual_ranks(nbytes: int, ranks: int, device: torch.device) -> list[PeerMem
 def problem(nbytes: int, group: Group) -> str | None:
     """Why this rank cannot have `nbytes` of peer memory in `group`, or None. Every rank must ask."""
     device = group.device
-    uuid = torch.cuda.get_device_properties(device).uuid.bytes if device.type == "cuda" else b""
-    cards = gather_bytes(uuid, group)
+    cards = gather_bytes(_card(device) if device.type == "cuda" else b"", group)
     if group.size not in SIZES:
         return f"peer memory between {group.size} ranks; expected {', '.join(map(str, SIZES))}"
     if device.type == "cuda" and not group.shared_card:
@@ -119,9 +124,13 @@ def gather_bytes(payload: bytes, group: Group) -> list[bytes]:
     return [b"".join(n.to_bytes(8, "little", signed=True) for n in each[1:])[: len(payload)] for each in found]
 
 
+def _card(device: torch.device) -> bytes:
+    return str(torch.cuda.get_device_properties(device).uuid).encode()
+
+
 def _unreached(device: torch.device, cards: list[bytes]) -> list[str]:
     """The cards of other ranks that `device` cannot read directly."""
-    seen = {torch.cuda.get_device_properties(i).uuid.bytes: i for i in range(torch.cuda.device_count())}
+    seen = {_card(torch.device("cuda", i)): i for i in range(torch.cuda.device_count())}
     return [
         f"rank {rank}'s"
         for rank, card in enumerate(cards)
