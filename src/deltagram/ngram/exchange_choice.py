@@ -9,7 +9,7 @@ from deltagram.ngram.lamport_exchange import LamportExchange
 from deltagram.ngram.peer_exchange import PeerExchange
 from deltagram.ngram.sharding import SplitTables
 from deltagram.parallel import peer_memory
-from deltagram.parallel.groups import Group
+from deltagram.parallel.groups import Communicator, Group
 from deltagram.parallel.lamport import LamportAllGather, blocks_beside
 
 MOST_TOKENS = 128  # of a slot that goes through peer memory; collectives are faster for more
@@ -17,10 +17,12 @@ MOST_TOKENS = 128  # of a slot that goes through peer memory; collectives are fa
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What an exchange is made for: `max_tokens` is the largest slot, `same_tokens` whether ranks have the same ids."""
+    """What an exchange is made for. communicator: the chain's own, nobody else's; max_tokens: the largest slot;
+    same_tokens: whether the ranks have the same ids."""
 
     tables: SplitTables
     group: Group
+    communicator: Communicator
     max_tokens: int
     same_tokens: bool
 
@@ -34,7 +36,7 @@ class Kind:
 
 
 def _collective(setup: Setup) -> Exchange:
-    return CollectiveExchange(setup.tables, setup.group.communicator("chain"), setup.same_tokens)
+    return CollectiveExchange(setup.tables, setup.communicator, setup.same_tokens)
 
 
 def _peer_bytes(setup: Setup) -> int:
