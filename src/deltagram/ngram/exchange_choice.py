@@ -50,9 +50,8 @@ def _peer_problem(setup: Setup) -> str | None:
 
 
 def _peer(setup: Setup) -> Exchange:
-    group, tables = setup.group, setup.tables
+    group, tables, chain = setup.group, setup.tables, setup.communicator
     memory = peer_memory.peer_memory(_peer_bytes(setup), group)
-    chain = group.communicator("chain")
     above = CollectiveExchange(tables, chain, setup.same_tokens)
     most, polls = min(setup.max_tokens, MOST_TOKENS), peer_memory.patience(group)
     return PeerExchange(tables, memory, most, polls, setup.same_tokens, above, chain)
@@ -73,7 +72,7 @@ def _lamport_problem(setup: Setup) -> str | None:
 def _lamport(setup: Setup) -> Exchange:
     group, tables, most = setup.group, setup.tables, min(setup.max_tokens, MOST_TOKENS)
     memory = peer_memory.peer_memory(_lamport_bytes(setup), group)
-    chain, width = group.communicator("chain"), lamport_exchange.width(tables)
+    chain, width = setup.communicator, lamport_exchange.width(tables)
     assert tables.dtype is not None
     blocks = blocks_beside(group.device, ranks_here=group.size if group.shared_card else 1)
     gather = LamportAllGather(
