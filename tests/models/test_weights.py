@@ -51,7 +51,7 @@ def test_every_dtype_reads_as_the_safetensors_package_wrote_it(tmp_path: Path) -
         tensors[code] = raw.view(dtype).reshape(shape)
     save_file(tensors, tmp_path / SINGLE, {"format": "pt"})
     checkpoint = open_checkpoint(tmp_path)
-    assert checkpoint.tensors.keys() == tensors.keys() and checkpoint.notes == () and checkpoint.mtp == {}
+    assert checkpoint.tensors.keys() == tensors.keys() and checkpoint.notes == ()
     assert checkpoint.nbytes == sum(tensor.nbytes for tensor in tensors.values())
     content = (tmp_path / SINGLE).read_bytes()
     for code, tensor in tensors.items():
@@ -243,7 +243,9 @@ def test_multimodal_names_become_text_names(tmp_path: Path) -> None:
     save_file({name: A + 0 for name in [*names, *extra]}, tmp_path / SINGLE)
     checkpoint = open_checkpoint(tmp_path)
     assert {info.name: name for name, info in checkpoint.tensors.items()} == names
-    assert checkpoint.mtp.keys() == {"mtp.fc.weight"}
+    with_head = open_checkpoint(tmp_path, mtp=True)
+    assert with_head.tensors.keys() == checkpoint.tensors.keys() | {"mtp.fc.weight"}
+    assert with_head.notes == checkpoint.notes[:1]
     assert checkpoint.notes == (
         "the vision tower (2 tensors) is skipped: this model reads text alone",
         "multi-token prediction weights (1 tensors) are recognised and not loaded",
@@ -445,7 +447,7 @@ def test_a_file_that_changes_under_the_reader_is_named(checkpoint: weights.Check
 def test_a_read_error_names_the_file_and_the_tensor() -> None:
     mem = Path("/proc/self/mem")  # reading its first page is an I/O error
     info = weights.TensorInfo("a", mem, torch.float32, (2,), 0, 8)
-    said = refusal(load_weights, weights.Checkpoint(mem.parent, {"a": info}, {}, ()), {"a": Weight(torch.zeros(2))})
+    said = refusal(load_weights, weights.Checkpoint(mem.parent, {"a": info}, ()), {"a": Weight(torch.zeros(2))})
     assert "reading tensor a from /proc/self/mem failed: [Errno 5]" in said
 
 

@@ -20,6 +20,21 @@ from deltagram.step.history import TokenHistory
 from deltagram.step.sequences import SequenceTable
 
 
+class DraftHead(Protocol):
+    """What drafts from a model's hidden states: see models/mtp.py."""
+
+    def draft(
+        self, hidden: Tensor, token: Tensor, table: SequenceTable, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states [T, ...] as `Model.forward` or the last pass gave them, and the token after each, int [T] ->
+        logits [n, vocab] of the token after that, and hidden states [n, ...] for the next pass."""
+        ...
+
+    def weights(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Weight]:
+        """As Model.weights, of the head's own."""
+        ...
+
+
 class Model(Protocol):
     """A hybrid decoder. The engine gives each layer of the three lists its part of the pools before the first step."""
 
@@ -30,6 +45,7 @@ class Model(Protocol):
     attention_layers: list[Attention]
     memory_layers: list[PLELayer]
     block_size: int  # tokens an indexer's block; 1 without one
+    mtp: DraftHead | None  # if it was asked for; its attention is the last of `attention_layers`
 
     def forward(self, table: SequenceTable, history: TokenHistory, rows: Tensor | None = None) -> Tensor:
         """Run a step's tokens; their last hidden states [T, H], or [T, streams, H] of a model with residual streams; or

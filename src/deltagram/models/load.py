@@ -8,11 +8,12 @@ import torch
 from deltagram.layers.basic import Factory
 from deltagram.models.base import Model, meta_factory
 from deltagram.models.config import ModelConfig, Qwen3NextConfig, Qwen4ExpConfig, Qwen35Config, Qwen35MoeConfig
+from deltagram.models.mtp import add_head
 from deltagram.models.qwen3_5 import Qwen35
 from deltagram.models.qwen3_5_moe import Qwen35Moe
 from deltagram.models.qwen3_next import Qwen3Next
 from deltagram.models.qwen4_exp import IN_DEVICE, Qwen4Exp
-from deltagram.models.weights import Checkpoint, check_weights, load_weights, open_checkpoint
+from deltagram.models.weights import Checkpoint, Weight, check_weights, load_weights, open_checkpoint
 from deltagram.ngram import checksums
 from deltagram.ngram.checkpoint import TensorInfo
 from deltagram.ngram.placement import Placement
@@ -25,9 +26,24 @@ def build(
     table_dtype: torch.dtype,
     placement: Placement = IN_DEVICE,
     tensors: Mapping[str, TensorInfo] | None = None,
+    mtp: bool = False,
 ) -> Model:
     """A model of `config`'s family with uninitialised weights. `placement` is where its memory tables live, if it has
-    any; `tensors` those of the checkpoint, which tables on disk are read from."""
+    any; `tensors` those of the checkpoint, which tables on disk are read from. `mtp` adds the head that drafts."""
+    model = _build(config, max_context, make, table_dtype, placement, tensors)
+    if mtp:
+        add_head(model, make)
+    return model
+
+
+def _build(
+    config: ModelConfig,
+    max_context: int,
+    make: Factory,
+    table_dtype: torch.dtype,
+    placement: Placement,
+    tensors: Mapping[str, TensorInfo] | None,
+) -> Model:
     if isinstance(config, Qwen4ExpConfig):
         return Qwen4Exp(config, max_context, make, table_dtype, placement, tensors)
     if isinstance(config, Qwen3NextConfig):
@@ -46,27 +62,36 @@ def load_model(
     dtype: torch.dtype,
     progress: Callable[[int], None] | None = None,
     ngram_placement: str = "device",
+    mtp: bool = False,
 ) -> tuple[Model, Checkpoint]:
     """The model in `folder`. The checkpoint is checked against a model of shapes before memory is taken for the real
     one.
 
     `progress` is called with the bytes of each piece read. `ngram_placement` is where memory tables live:
-    ngram/placement.py. Tables are compared with their checksums if the folder has them. Raises ValueError with every
-    problem found.
+    ngram/placement.py. `mtp` asks for the checkpoint's head that drafts. Tables are compared with their checksums if
+    the folder has them. Raises ValueError with every problem found.
     """
     placement = Placement.parse(ngram_placement)
-    checkpoint = open_checkpoint(folder)
+    checkpoint = open_checkpoint(folder, mtp)
+    if mtp and isinstance(config, Qwen4ExpConfig) and not config.indexer_n_heads:
+        raise ValueError(
+            f"{folder} has no indexer_n_heads in config.json; its head that drafts (mtp.*) needs an indexer"
+        )
     shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
     table_dtype = _table_dtype(checkpoint, dtype)
-    check_weights(checkpoint, build(config, max_context, meta_factory(dtype), table_dtype).weights(shapes))
+    check_weights(checkpoint, _plan(build(config, max_context, meta_factory(dtype), table_dtype, mtp=mtp), shapes))
     checksums.verify(folder, [info for name, info in checkpoint.tensors.items() if ".ngram_embedding." in name])
     make = Factory(device, dtype, _matrix_dtype(checkpoint))
-    model = build(config, max_context, make, table_dtype, placement, checkpoint.tensors)
-    load_weights(checkpoint, model.weights(shapes), progress)
+    model = build(config, max_context, make, table_dtype, placement, checkpoint.tensors, mtp)
+    load_weights(checkpoint, _plan(model, shapes), progress)
     make.pack()
     if isinstance(model, Qwen4Exp):
         model.check_scales()
     return model, checkpoint
+
+
+def _plan(model: Model, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Weight]:
+    return model.weights(shapes) | (model.mtp.weights(shapes) if model.mtp else {})
 
 
 def _table_dtype(checkpoint: Checkpoint, dtype: torch.dtype) -> torch.dtype:

@@ -11,7 +11,7 @@ from deltagram.gdn.layer import GatedDeltaNet
 from deltagram.layers.basic import Factory
 from deltagram.layers.hyper_connections import HyperConnection
 from deltagram.layers.rotary import Rotary
-from deltagram.models.base import Embedding, as_weights, experts, experts_weights, is_full, linear_attention
+from deltagram.models.base import DraftHead, Embedding, as_weights, experts, experts_weights, is_full, linear_attention
 from deltagram.models.config import Qwen4ExpConfig
 from deltagram.models.weights import Weight
 from deltagram.ngram.checkpoint import TensorInfo, qwen4_exp_table, read_scale
@@ -105,6 +105,7 @@ class Qwen4Exp:
         self.linear_layers = [layer.mixer for layer in self.layers if isinstance(layer.mixer, GatedDeltaNet)]
         self.attention_layers = [layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention)]
         self.memory_layers = [layer.memory for layer in self.layers if layer.memory is not None]
+        self.mtp: DraftHead | None = None
         self.block_size = config.indexer_compress_ratio if self.attention_layers else 1
         self.specs = [hash_spec(config, index) for index in range(len(config.ple_layer_ids))]
         self.stores = [

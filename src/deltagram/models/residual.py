@@ -9,7 +9,7 @@ from deltagram.gdn.layer import GatedDeltaNet
 from deltagram.layers.basic import Factory, RMSNorm
 from deltagram.layers.mlp import MLP, MoE
 from deltagram.layers.rotary import Rotary
-from deltagram.models.base import Embedding, as_weights, experts_weights, is_full, linear_attention
+from deltagram.models.base import DraftHead, Embedding, as_weights, experts_weights, is_full, linear_attention
 from deltagram.models.config import ModelConfig
 from deltagram.models.weights import Weight
 from deltagram.ngram.layer import PLELayer
@@ -71,6 +71,7 @@ class ResidualDecoder:
         self.linear_layers = [layer.mixer for layer in self.layers if isinstance(layer.mixer, GatedDeltaNet)]
         self.attention_layers = [layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention)]
         self.memory_layers: list[PLELayer] = []
+        self.mtp: DraftHead | None = None
 
     def forward(self, table: SequenceTable, history: TokenHistory, rows: Tensor | None = None) -> Tensor:
         x = self.embedding(table.token)

@@ -38,13 +38,12 @@ _MTP = ("mtp.",)
 class Checkpoint:
     """The tensors of a checkpoint folder by the name a text-only checkpoint would give them.
 
-    `mtp` holds the multi-token prediction weights, apart because a model without speculation does not need them. The
-    vision tower is left out. `notes` are lines for the user.
+    The vision tower is left out, and the multi-token prediction weights unless they were asked for. `notes` are lines
+    for the user.
     """
 
     folder: Path
     tensors: dict[str, TensorInfo]
-    mtp: dict[str, TensorInfo]
     notes: tuple[str, ...]
 
     @property
@@ -84,10 +83,10 @@ class Weight:
         return torch.empty((rows, *first.shape[1:]), dtype=first.dtype, device="meta")
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
+def open_checkpoint(folder: Path, mtp: bool = False) -> Checkpoint:
     """Reads the headers of the safetensors files in `folder`: model.safetensors, or the shards that
-    model.safetensors.index.json names. Raises ValueError naming every problem: no safetensors file, a missing or
-    damaged one, an index and shards that disagree."""
+    model.safetensors.index.json names. With `mtp`, the multi-token prediction weights are wanted too. Raises ValueError
+    naming every problem: no safetensors file, a missing or damaged one, an index and shards that disagree."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; expected a checkpoint folder as Hugging Face tools write it")
     problems: list[str] = []
@@ -109,14 +108,16 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     if problems:
         raise ValueError("\n".join([f"cannot load the weights in {folder}:", *_bullets(problems)]))
     vision = [name for name in tensors if name.startswith(_VISION)]
-    mtp = {name: info for name, info in tensors.items() if name.startswith(_MTP)}
+    heads = [name for name in tensors if name.startswith(_MTP)]
     notes = []
     if vision:
         notes.append(f"the vision tower ({len(vision)} tensors) is skipped: this model reads text alone")
-    if mtp:
-        notes.append(f"multi-token prediction weights ({len(mtp)} tensors) are recognised and not loaded")
-    left = {name: info for name, info in tensors.items() if name not in mtp and not name.startswith(_VISION)}
-    return Checkpoint(folder, left, mtp, tuple(notes))
+    if mtp and not heads:
+        raise ValueError(f"{folder} has no multi-token prediction weights (mtp.*) to draft with")
+    if heads and not mtp:
+        notes.append(f"multi-token prediction weights ({len(heads)} tensors) are recognised and not loaded")
+    left_out = {*vision, *([] if mtp else heads)}
+    return Checkpoint(folder, {name: tensors[name] for name in tensors if name not in left_out}, tuple(notes))
 
 
 def check_weights(checkpoint: Checkpoint, plan: dict[str, Weight]) -> None:
