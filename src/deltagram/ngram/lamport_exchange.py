@@ -53,7 +53,7 @@ class LamportExchange:
             wanted = cut.local(ids[:, cut.columns(tables.rank)], tables.rank).contiguous()
             parts.append(store.lookup(wanted, tables.dtype).flatten(1))
         values = self.gather.gather(torch.cat(parts))
-        return GatheredRows(values.view(*hashes.shape, -1))
+        return GatheredRows(values.view(*hashes.shape, tables.stores[0].format.dim))
 
     def check(self) -> None:
         """Waits for the stream's exchanges. Raises HangError if one gave up."""

@@ -1,0 +1,63 @@
+"""Peer memory and what goes through it, between processes: on CPUs here, on one card where there is one (`gpu`)."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+START = "import sys; from deltagram.parallel.launch import launch; sys.exit(launch(sys.argv[2:], int(sys.argv[1])))"
+
+
+def run(ranks: int, *arguments: str, timeout: float = 250) -> subprocess.CompletedProcess:
+    """peer_rank.py as `ranks` processes."""
+    command = [sys.executable, "-c", START, str(ranks), str(HERE / "peer_rank.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_processes_on_a_cpu(ranks):
+    done = run(ranks, "cpu", "120")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("as one process") == ranks
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_processes_on_one_card(ranks):
+    done = run(ranks, "cuda:0", "60")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("as one process") == ranks
+
+
+@pytest.mark.gpu
+def test_processes_on_a_card_each():
+    import torch
+
+    cards = max((n for n in (2, 4, 8) if n <= torch.cuda.device_count()), default=0)
+    if not cards:
+        pytest.skip("needs two CUDA devices")
+    done = run(cards, "cuda", "200")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("as one process") == cards
+
+
+@pytest.mark.parametrize(
+    "ranks, reason", [(2, "of peer memory asked for; this machine has"), (3, "peer memory between 3 ranks; expected 2")]
+)
+def test_more_than_the_machine_has_is_refused_by_every_rank_once(ranks, reason):
+    done = run(ranks, "cpu", "refuse")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert all(f"rank {rank}: " in done.stdout for rank in range(ranks)) and done.stdout.count(reason) == ranks
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton (no GPU)")
+def test_kernels_read_what_they_should():
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, str(HERE / "interpreted.py")], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
