@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltagram.kernels._packed import Matrix, Packed, dense
-from deltagram.kernels._triton import Build, Impl, choose, jit, on_cpu, power_of_two, tl
+from deltagram.kernels._triton import Build, Impl, choose, dependent_launch, jit, on_cpu, power_of_two, tl
 
 _FEW = 64  # rows, at most, that the fused kernels take: they read all weights once for 16 rows
 
@@ -106,6 +106,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The norm divides a stream by one number, so it can follow the product: one pass over X yields both."""
     part = tl.program_id(1)
@@ -114,6 +115,9 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     width: tl.constexpr = (H + PARTS * BK - 1) // (PARTS * BK) * BK
     begin = part % PARTS * width
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     acc = tl.zeros([BM, BN], tl.float32)
     square = tl.zeros([BM], tl.float32)
     for k in range(0, width, BK):
@@ -185,6 +189,7 @@ def _up_kernel(  # type: ignore[no-untyped-def]
     BH: tl.constexpr,
     BR: tl.constexpr,
     S_PADDED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Columns of all streams of 16 tokens: nobody else reads or writes them, so X changes in place here."""
     t = tl.program_id(1).to(tl.int64) * BM + tl.arange(0, BM)
@@ -197,6 +202,10 @@ def _up_kernel(  # type: ignore[no-untyped-def]
     for first in tl.static_range(0, RANK, BR):
         r = first + tl.arange(0, BR)
         w = tl.load(up + (s * H + h)[None, :] * RANK + r[:, None], mask=known[None, :] & (r < RANK)[:, None], other=0)
+        if PDL:
+            if first == 0:
+                tl.extra.cuda.gdc_launch_dependents()
+                tl.extra.cuda.gdc_wait()
         inside = real[:, None] & (r < RANK)[None, :]
         low = _low(partial, squares, t, r, inside, num_rows, eps, S, H, OUTPUTS, PARTS, BM, BR)
         low = low / (1 + tl.exp(-low))
@@ -284,6 +293,8 @@ def _launch(
     assert inject_in is not None and out_in is not None and inject_in.is_contiguous() and out_in.stride(-1) == 1
     mixed, inject = streams.new_empty(num_rows, hidden), streams.new_empty(num_rows, outputs - rank)
     sizes = {"S": count, "H": hidden}
+    pdl = dependent_launch(streams)
+    launch = {"PDL": pdl, "launch_pdl": pdl}
     if num_rows == 0:
         pass
     elif num_rows <= _FEW:
@@ -293,11 +304,11 @@ def _launch(
         squares = torch.empty(count * parts, num_rows, dtype=torch.float32, device=streams.device)
         _down_kernel[(-(-outputs // down_tile["BN"]), count * parts, rows)](
             streams, weight, down, inject_in, out_in, partial, squares, num_rows, out_in.stride(0),
-            **sizes, OUTPUTS=outputs, HAS_LAST=has_last, **down_tile, num_warps=4, num_stages=3,
+            **sizes, OUTPUTS=outputs, HAS_LAST=has_last, **down_tile, num_warps=4, num_stages=3, **launch,
         )  # fmt: skip
         _up_kernel[(-(-hidden // up_tile["BH"]), rows)](
             streams, weight, up, inject_in, out_in, partial, squares, mixed, inject, num_rows, out_in.stride(0), eps,
-            **sizes, RANK=rank, OUTPUTS=outputs, HAS_LAST=has_last, **up_tile, num_warps=8,
+            **sizes, RANK=rank, OUTPUTS=outputs, HAS_LAST=has_last, **up_tile, num_warps=8, **launch,
         )  # fmt: skip
     else:
         normed = torch.empty_like(streams)

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltagram.kernels._packed import Matrix, Packed, dense
-from deltagram.kernels._triton import Build, Impl, choose, jit, on_cpu, power_of_two, tl
+from deltagram.kernels._triton import Build, Impl, choose, dependent_launch, jit, on_cpu, power_of_two, tl
 
 
 def moe(
@@ -98,13 +98,17 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
     SLICE: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     t = tl.program_id(2).to(tl.int64) * BM + tl.arange(0, BM)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     h = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
     real, known = (t < num_rows)[:, None], (n <= E)[None, :]
-    a = tl.load(x + t[:, None] * x_stride + h[None, :], mask=real & (h < H)[None, :], other=0)
     w = tl.load(router + n[None, :] * H + h[:, None], mask=known & (h < H)[:, None], other=0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    a = tl.load(x + t[:, None] * x_stride + h[None, :], mask=real & (h < H)[None, :], other=0)
     score = tl.dot(a, w, input_precision="ieee")
     at = (tl.program_id(1).to(tl.int64) * num_rows + t) * (E + 1)
     tl.store(partial + at[:, None] + n[None, :], score, mask=real & known)
@@ -125,7 +129,11 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     SLICES: tl.constexpr,
     TOP_K: tl.constexpr,
     RENORMALISE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     t = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, E_PADDED)
     inside = e < E
@@ -193,8 +201,12 @@ def _up_kernel(  # type: ignore[no-untyped-def]
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """silu(gate) * up of one tile of pairs and BN columns."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     widest: tl.constexpr = max(I, IS)
     blocks: tl.constexpr = (widest + BN - 1) // BN
     expert, first, rows, shared = _find(tl.program_id(0) // blocks, counts, num_rows, E, E_PADDED, BM)
@@ -251,8 +263,12 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The outputs of one tile of pairs and BN columns."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     widest: tl.constexpr = max(I, IS)
     blocks: tl.constexpr = (H + BN - 1) // BN
     expert, first, rows, shared = _find(tl.program_id(0) // blocks, counts, num_rows, E, E_PADDED, BM)
@@ -283,9 +299,12 @@ def _down_kernel(  # type: ignore[no-untyped-def]
 
 @jit(do_not_specialize=["num_rows"])
 def _add_kernel(  # type: ignore[no-untyped-def]
-    y, scale, out, num_rows, H: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr
+    y, scale, out, num_rows, H: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     """A token's shared expert, then its own in the order of their numbers."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     first = num_rows.to(tl.int64) * TOP_K
@@ -361,28 +380,30 @@ def _launch(
     pairs = torch.empty(num_experts, num_rows, dtype=torch.int32, device=x.device)
     act = x.new_empty(num_pairs + num_rows, max(inner, shared_inner))
     y = x.new_empty(num_pairs + num_rows, hidden)
+    pdl = dependent_launch(x)
+    launch = {"PDL": pdl, "launch_pdl": pdl}
     experts: dict[str, int] = {"E": num_experts, "E_PADDED": padded}
     score_rows, score_outputs = (16, 16) if num_rows <= 64 else (32, 32)  # the same sums either way
     _scores_kernel[(-(-(num_experts + 1) // score_outputs), slices, -(-num_rows // score_rows))](
         x, router, partial, counts, num_rows, x.stride(0),
-        **experts, H=hidden, SLICE=_SLICE, BM=score_rows, BN=score_outputs, num_warps=4,
+        **experts, H=hidden, SLICE=_SLICE, BM=score_rows, BN=score_outputs, num_warps=4, **launch,
     )  # fmt: skip
     _choose_kernel[(num_rows,)](
         partial, counts, pairs, scale, num_rows,
-        **experts, SLICES=slices, TOP_K=top_k, RENORMALISE=renormalise, num_warps=1,
+        **experts, SLICES=slices, TOP_K=top_k, RENORMALISE=renormalise, num_warps=1, **launch,
     )  # fmt: skip
     up_tile, down_tile = _tiles(x.dtype, num_pairs, num_experts)
     tiles = -(-num_rows // up_tile.rows) + min(num_pairs, num_pairs // up_tile.rows + num_experts)
     sizes = experts | {"TOP_K": top_k, "H": hidden, "I": inner, "IS": shared_inner}
     _up_kernel[(tiles * -(-max(inner, shared_inner) // up_tile.outputs),)](
         x, gate_up, shared_gate_up, counts, pairs, act, num_rows, x.stride(0), **sizes, **up_tile.sizes,
-        EVEN=all(up_tile.even(size, (hidden,)) for size in (inner, shared_inner)), **up_tile.options,
+        EVEN=all(up_tile.even(size, (hidden,)) for size in (inner, shared_inner)), **up_tile.options, **launch,
     )  # fmt: skip
     _down_kernel[(tiles * -(-hidden // down_tile.outputs),)](
         act, down, shared_down, counts, pairs, y, num_rows, **sizes, **down_tile.sizes,
-        EVEN=down_tile.even(hidden, (inner, shared_inner)), **down_tile.options,
+        EVEN=down_tile.even(hidden, (inner, shared_inner)), **down_tile.options, **launch,
     )  # fmt: skip
-    _add_kernel[(num_rows, -(-hidden // 1024))](y, scale, out, num_rows, hidden, top_k, 1024, num_warps=4)
+    _add_kernel[(num_rows, -(-hidden // 1024))](y, scale, out, num_rows, hidden, top_k, 1024, num_warps=4, **launch)
     return out
 
 
