@@ -57,9 +57,9 @@ class Weight:
     """What a model does with one checkpoint tensor.
 
     `destination`: the tensor that receives it, of its shape; possibly a strided view into a fused parameter, on any
-    device; or several, which receive its rows one after the other. `expected`: integers the checkpoint must hold
-    (constants it stores and the model computes). With neither, the tensor is known and ignored. `optional`: the
-    checkpoint may lack it, as it may an ignored one.
+    device; or several, which receive its rows one after the other; rows of a meta tensor among several are not read.
+    `expected`: integers the checkpoint must hold (constants it stores and the model computes). With neither, the tensor
+    is known and ignored. `optional`: the checkpoint may lack it, as it may an ignored one.
     """
 
     destination: torch.Tensor | tuple[torch.Tensor, ...] | None = None
@@ -81,6 +81,17 @@ class Weight:
         first = self.destination[0]
         rows = sum(len(part) for part in self.destination)
         return torch.empty((rows, *first.shape[1:]), dtype=first.dtype, device="meta")
+
+
+def rows_of(held: torch.Tensor, rows: range, first: int, count: int) -> Weight:
+    """A checkpoint tensor with rows [first, first + count) of a table of which `held` has the `rows`, and no others."""
+    begin = min(max(first, rows.start), first + count)
+    end = max(min(first + count, rows.stop), begin)
+    if end - begin == count:
+        return Weight(held[first - rows.start : first - rows.start + count])
+    left_out = [held.new_empty((size, *held.shape[1:]), device="meta") for size in (begin - first, first + count - end)]
+    parts = left_out[0], held[begin - rows.start : end - rows.start], left_out[1]
+    return Weight(tuple(part for part in parts if len(part)))
 
 
 def open_checkpoint(folder: Path, mtp: bool = False) -> Checkpoint:
@@ -158,9 +169,13 @@ def load_weights(
                 if not parts:
                     report(info.nbytes)
                 for part in parts:
-                    assert not part.is_meta, f"{name} has no memory to load into"
-                    _fill(file, info, part.detach(), offset, staging, report)
-                    offset += part.numel() * info.dtype.itemsize
+                    nbytes = part.numel() * info.dtype.itemsize
+                    if part.is_meta:
+                        assert isinstance(plan[name].destination, tuple), f"{name} has no memory to load into"
+                        report(nbytes)
+                    else:
+                        _fill(file, info, part.detach(), offset, staging, report)
+                    offset += nbytes
 
 
 def read_tensor(info: TensorInfo) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """The names of the placements, and making the one that is asked for."""
 
 import re
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,17 +46,21 @@ def make_store(
     segments: Sequence[Segment] = (),
     scale: Tensor | None = None,
     crossover: int | None = None,
+    writer: socket.socket | None = None,
 ) -> RowStore:
     """The store of one table; but for `disk`, its rows are still to be loaded into `table_of(store)`.
 
     segments, and scale where the format has one: where the table lies in the checkpoint, for `disk`. crossover:
-    HostStore's. Raises ValueError for a cache or segments that do not fit the table.
+    HostStore's. writer: of a `shared` table that another process fills, that process; waits until it has. Raises
+    ValueError for a cache or segments that do not fit the table.
     """
     store: RowStore
     if placement.kind == "device":
         store = DeviceStore(num_rows, format, device)
     elif placement.kind == "host":
         store = HostStore(num_rows, format, device, crossover)
+    elif placement.kind == "shared" and writer is not None:
+        store = SharedStore.receive(writer, num_rows, format, device)
     elif placement.kind == "shared":
         store = SharedStore(num_rows, format, device, crossover)
     else:
