@@ -16,7 +16,9 @@ from deltagram.models.qwen4_exp import IN_DEVICE, Qwen4Exp
 from deltagram.models.weights import Checkpoint, Weight, check_weights, load_weights, open_checkpoint
 from deltagram.ngram import checksums
 from deltagram.ngram.checkpoint import TensorInfo
+from deltagram.ngram.holding import Holding
 from deltagram.ngram.placement import Placement
+from deltagram.parallel.groups import Group
 
 
 def build(
@@ -27,10 +29,12 @@ def build(
     placement: Placement = IN_DEVICE,
     tensors: Mapping[str, TensorInfo] | None = None,
     mtp: bool = False,
+    holding: Holding | None = None,
 ) -> Model:
     """A model of `config`'s family with uninitialised weights. `placement` is where its memory tables live, if it has
-    any; `tensors` those of the checkpoint, which tables on disk are read from. `mtp` adds the head that drafts."""
-    model = _build(config, max_context, make, table_dtype, placement, tensors)
+    any; `tensors` those of the checkpoint, which tables on disk are read from. `mtp` adds the head that drafts;
+    `holding` says what of the tables this process has, all if None."""
+    model = _build(config, max_context, make, table_dtype, placement, tensors, holding)
     if mtp:
         add_head(model, make)
     return model
@@ -43,9 +47,10 @@ def _build(
     table_dtype: torch.dtype,
     placement: Placement,
     tensors: Mapping[str, TensorInfo] | None,
+    holding: Holding | None,
 ) -> Model:
     if isinstance(config, Qwen4ExpConfig):
-        return Qwen4Exp(config, max_context, make, table_dtype, placement, tensors)
+        return Qwen4Exp(config, max_context, make, table_dtype, placement, tensors, holding)
     if isinstance(config, Qwen3NextConfig):
         return Qwen3Next(config, max_context, make)
     if isinstance(config, Qwen35MoeConfig):
@@ -63,13 +68,17 @@ def load_model(
     progress: Callable[[int], None] | None = None,
     ngram_placement: str = "device",
     mtp: bool = False,
+    group: Group | None = None,
+    ngram_split: str = "auto",
 ) -> tuple[Model, Checkpoint]:
     """The model in `folder`. The checkpoint is checked against a model of shapes before memory is taken for the real
     one.
 
     `progress` is called with the bytes of each piece read. `ngram_placement` is where memory tables live:
-    ngram/placement.py. `mtp` asks for the checkpoint's head that drafts. Tables are compared with their checksums if
-    the folder has them. Raises ValueError with every problem found.
+    ngram/placement.py. `mtp` asks for the checkpoint's head that drafts. The ranks of a `group` hold the tables
+    together, cut as `ngram_split` says (ngram/sharding.py) or as one copy where they are shared; all of them call this.
+    Tables are compared with their checksums if the folder has them, by a rank's part of the tensors each. Raises
+    ValueError with every problem found.
     """
     placement = Placement.parse(ngram_placement)
     checkpoint = open_checkpoint(folder, mtp)
@@ -80,14 +89,30 @@ def load_model(
     shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
     table_dtype = _table_dtype(checkpoint, dtype)
     check_weights(checkpoint, _plan(build(config, max_context, meta_factory(dtype), table_dtype, mtp=mtp), shapes))
-    checksums.verify(folder, [info for name, info in checkpoint.tensors.items() if ".ngram_embedding." in name])
+    _verify(folder, checkpoint, group)
     make = Factory(device, dtype, _matrix_dtype(checkpoint))
-    model = build(config, max_context, make, table_dtype, placement, checkpoint.tensors, mtp)
+    holding = Holding(group, placement, ngram_split) if group and isinstance(config, Qwen4ExpConfig) else None
+    model = build(config, max_context, make, table_dtype, placement, checkpoint.tensors, mtp, holding)
     load_weights(checkpoint, _plan(model, shapes), progress)
     make.pack()
     if isinstance(model, Qwen4Exp):
         model.check_scales()
+        if holding is not None:
+            holding.hand_over(model.stores)
     return model, checkpoint
+
+
+def _verify(folder: Path, checkpoint: Checkpoint, group: Group | None) -> None:
+    tables = [info for name, info in checkpoint.tensors.items() if ".ngram_embedding." in name]
+    if group is None:
+        checksums.verify(folder, tables)
+        return
+    try:
+        checksums.verify(folder, tables[group.rank :: group.size])
+    except ValueError as error:
+        group.check(str(error))
+    else:
+        group.check(None)
 
 
 def _plan(model: Model, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Weight]:
