@@ -13,12 +13,14 @@ from deltagram.layers.hyper_connections import HyperConnection
 from deltagram.layers.rotary import Rotary
 from deltagram.models.base import DraftHead, Embedding, as_weights, experts, experts_weights, is_full, linear_attention
 from deltagram.models.config import Qwen4ExpConfig
-from deltagram.models.weights import Weight
+from deltagram.models.weights import Weight, rows_of
 from deltagram.ngram.checkpoint import TensorInfo, qwen4_exp_table, read_scale
 from deltagram.ngram.formats import RowFormat
+from deltagram.ngram.holding import Holding
 from deltagram.ngram.layer import PLELayer
 from deltagram.ngram.placement import Placement, make_store, table_of
 from deltagram.ngram.run_ahead import RunAhead
+from deltagram.ngram.sharding import slice_segments
 from deltagram.ngram.spec import HashSpec, qwen4_exp_spec
 from deltagram.ngram.stores import RowStore
 from deltagram.step.history import TokenHistory
@@ -80,7 +82,8 @@ class Qwen4Exp:
     """The Qwen4-Exp text model: see models/base.py for what the engine asks of it.
 
     Tables keep `table_dtype`, the checkpoint's own, whatever the model computes in: a bf16 row in fp32 is the same row.
-    They live where `placement` says; `disk` reads them from the checkpoint's `tensors`, which it needs.
+    They live where `placement` says; `disk` reads them from the checkpoint's `tensors`, which it needs. `holding` says
+    what of them this process has, all if None.
     """
 
     def __init__(
@@ -91,8 +94,9 @@ class Qwen4Exp:
         table_dtype: torch.dtype,
         placement: Placement = IN_DEVICE,
         tensors: Mapping[str, TensorInfo] | None = None,
+        holding: Holding | None = None,
     ) -> None:
-        self.config = config
+        self.config, self.holding = config, holding
         self.embedding = Embedding(config, make)
         self.layers = [
             DecoderLayer(config, is_full(config, i), i + 1 in config.ple_layer_ids, make)
@@ -109,7 +113,7 @@ class Qwen4Exp:
         self.block_size = config.indexer_compress_ratio if self.attention_layers else 1
         self.specs = [hash_spec(config, index) for index in range(len(config.ple_layer_ids))]
         self.stores = [
-            memory_store(config, index, table_dtype, make.device, placement, tensors)
+            memory_store(config, index, table_dtype, make.device, placement, tensors, holding)
             for index in range(len(self.specs))
         ]
         self.run_ahead: RunAhead | None = None
@@ -157,7 +161,8 @@ class Qwen4Exp:
             plan |= layer.weights(f"model.layers.{i}", shapes)
         for index, layer_id in enumerate(self.config.ple_layer_ids):
             prefix = f"model.layers.{layer_id - 1}.ple.ple_embedding"
-            plan |= table_parts(f"{prefix}.ngram_embedding", self.stores[index], shapes, self.config)
+            store, spec = self.stores[index], self.specs[index]
+            plan |= table_parts(f"{prefix}.ngram_embedding", store, spec, shapes, self.config, self.holding)
             plan |= constants(prefix, self.specs[index])
         return plan
 
@@ -196,34 +201,45 @@ def memory_store(
     device: torch.device,
     placement: Placement,
     tensors: Mapping[str, TensorInfo] | None,
+    holding: Holding | None,
 ) -> RowStore:
-    """The store of the `index`-th memory layer's table."""
+    """The store of what this process has of the `index`-th memory layer's table."""
     spec = hash_spec(config, index)
+    rows = holding.rows(spec) if holding else range(spec.num_rows)
     dim = config.ple_embed_dim // spec.num_columns
     form = RowFormat(dtype, dim, table_scale=dtype == torch.float8_e4m3fn)
     if placement.kind != "disk":
-        return make_store(placement, spec.num_rows, form, device)
+        return make_store(placement, len(rows), form, device, writer=holding.writer if holding else None)
     assert tensors is not None, "a table on disk needs the checkpoint"
     layer = config.ple_layer_ids[index] - 1
     source = qwen4_exp_table(spec, layer, dim, config.split_ngram_parts, tensors)
     scale = read_scale(source)
     scale = None if scale is None else scale.to(device)
-    return make_store(placement, spec.num_rows, source.format, device, source.segments, scale)
+    return make_store(placement, len(rows), source.format, device, slice_segments(source.segments, rows), scale)
 
 
 def table_parts(
-    prefix: str, store: RowStore, shapes: Mapping[str, tuple[int, ...]], config: Qwen4ExpConfig
+    prefix: str,
+    store: RowStore,
+    spec: HashSpec,
+    shapes: Mapping[str, tuple[int, ...]],
+    config: Qwen4ExpConfig,
+    holding: Holding | None,
 ) -> dict[str, Weight]:
     """The table's rows under the checkpoint's names: whole, or in up to `split_ngram_parts` consecutive shards; and its
-    scale, which an fp8 table must have. Rows that stay on disk are known and not loaded."""
-    even = -(-store.num_rows // config.split_ngram_parts)
-    names = [f"{prefix}.shard_{i}.weight" for i in range(-(-store.num_rows // even))]
+    scale, which an fp8 table must have. Rows that stay on disk, or that another process loads, are known and not
+    loaded."""
+    even = -(-spec.num_rows // config.split_ngram_parts)
+    names = [f"{prefix}.shard_{i}.weight" for i in range(-(-spec.num_rows // even))]
     if f"{prefix}.weight" in shapes:
-        even, names = store.num_rows, [f"{prefix}.weight"]
+        even, names = spec.num_rows, [f"{prefix}.weight"]
     table, scale = table_of(store), f"{prefix}.weight_scale"
-    if table is None:
+    if table is None or (holding is not None and holding.writer is not None):
         return {name: Weight() for name in (*names, *([scale] if store.format.table_scale else []))}
-    plan = {name: Weight(shard) for name, shard in zip(names, table.values.split(even), strict=True)}
+    rows = holding.rows(spec) if holding else range(spec.num_rows)
+    plan = {}
+    for first, name in zip(range(0, spec.num_rows, even), names, strict=True):
+        plan[name] = rows_of(table.values, rows, first, min(even, spec.num_rows - first))
     if table.scale is not None:
         plan[scale] = Weight(table.scale.view(shapes.get(scale, (1,))))
     return plan
