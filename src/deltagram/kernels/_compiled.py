@@ -11,18 +11,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numba
-import torch
 from numba.core import types
 
 _HERE = Path(__file__).parent
@@ -44,7 +40,7 @@ def _folder() -> Path | None:
 
 
 @contextlib.contextmanager
-def _kept_on_disk() -> Iterator[bool]:
+def kept_on_disk() -> Iterator[bool]:
     """numba reads its cache folder when a function is decorated; NUMBA_CACHE_DIR, if set, stands."""
     before = numba.config.CACHE_DIR
     folder = before or _folder()
@@ -61,13 +57,13 @@ def compiled(kernel: Kernel) -> Kernel:
     arguments = [
         types.int64 if kind == "int" else types.float32 for kind in kernel.__annotations__.values() if kind != "None"
     ]
-    with _kept_on_disk() as kept:
+    with kept_on_disk() as kept:
         return numba.njit(types.void(*arguments), cache=kept, nogil=True, error_model="numpy")(kernel)  # type: ignore[no-any-return]
 
 
 def shared(signature: Any) -> Callable[[Any], Any]:
     """Compile a function for kernels to call by its `address`."""
-    with _kept_on_disk() as kept:
+    with kept_on_disk() as kept:
         return numba.cfunc(signature, cache=kept, error_model="numpy", nopython=True)  # type: ignore[no-any-return]
 
 
@@ -83,35 +79,3 @@ def compile_kernels() -> None:
         print("compiling kernels for this CPU, once", file=sys.stderr, flush=True)
     for path in sorted(_HERE.glob("_cpu_*.py")):
         importlib.import_module(f"deltagram.kernels.{path.stem}")
-
-
-@cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 1), "deltagram-kernel")
-
-
-def spread(kernel: Callable[..., None], count: int, least: int, scratch: int, *arguments: float) -> None:
-    """kernel(first, last, scratch, *arguments) over the range 0 .. count, on as many threads as torch has.
-
-    It is cut into two pieces a thread of at least `least` each, which threads take as they come: one that wakes up late
-    holds up nobody. `scratch` is the address of that many fp32 numbers of the thread's own.
-    """
-    threads = min(torch.get_num_threads(), count // least) or 1
-    memory = torch.empty(threads * scratch) if scratch else None
-    address = 0 if memory is None else memory.data_ptr()
-    if threads == 1:
-        kernel(0, count, address, *arguments)
-        return
-    pieces = min(2 * threads, count // least)
-    ends = [count * piece // pieces for piece in range(pieces + 1)]
-    left = pairwise(ends)
-
-    def work(thread: int) -> None:
-        for first, last in left:
-            kernel(first, last, address + 4 * thread * scratch, *arguments)
-
-    others = [_pool().submit(work, thread) for thread in range(1, threads)]
-    work(0)
-    for other in others:
-        if not other.cancel():
-            other.result()

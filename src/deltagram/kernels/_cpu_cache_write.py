@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deltagram.kernels._compiled import compiled, spread
+from deltagram.kernels._threads import spread, threaded
 from deltagram.kernels._vectors import LANES, get_int, get_long, load, store
 
 
-@compiled
+@threaded
 def _kernel(
     first: int, last: int, scratch: int, pool: int, values: int, stride: int, size: int, index: int, cu_tokens: int,
     sequences: int,

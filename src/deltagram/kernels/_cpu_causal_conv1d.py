@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deltagram.kernels._compiled import compiled, spread
+from deltagram.kernels._threads import spread, threaded
 from deltagram.kernels._vectors import LANES, fma, get, get_int, get_long, load, put, put_long, silu, splat, store
 
 
-@compiled
+@threaded
 def _kernel(
     first: int, last: int, scratch: int, x: int, x_stride: int, channels: int, weight: int, width: int, ring: int,
     length: int, sequences: int, cu_tokens: int, start: int, slot: int, dilation: int, rows: int, out: int,

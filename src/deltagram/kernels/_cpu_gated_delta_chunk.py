@@ -9,8 +9,9 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from deltagram.kernels._compiled import compiled, inlined, spread
+from deltagram.kernels._compiled import inlined
 from deltagram.kernels._packed import room
+from deltagram.kernels._threads import spread, threaded
 from deltagram.kernels._vectors import LANES, add, fma, get, get_int, load, multiply, put, splat, store, subtract
 
 
@@ -58,7 +59,7 @@ def _token(s, width, i, k, q, key_dim, v, value_dim, decay, beta, out):  # type:
     store(out, i, value_dim, add(add(a, b), add(c, d)))
 
 
-@compiled
+@threaded
 def _kernel(
     first: int, last: int, scratch: int, q: int, q_stride: int, k: int, k_stride: int, v: int, v_stride: int, g: int,
     beta: int, heads: int, value_heads: int, key_dim: int, value_dim: int, width: int, state: int, sequences: int,

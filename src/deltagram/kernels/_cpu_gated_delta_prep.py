@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltagram.kernels._compiled import compiled, spread
+from deltagram.kernels._threads import spread, threaded
 from deltagram.kernels._vectors import LANES, get, load, multiply, put, splat, square_sum, store
 
 
-@compiled
+@threaded
 def _kernel(
     first: int, last: int, scratch: int, qkv: int, qkv_stride: int, a: int, a_stride: int, b: int, b_stride: int,
     A_log: int, dt_bias: int, rows: int, heads: int, value_heads: int, size: int, qk: int, gates: int,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from deltagram.kernels._compiled import compiled, inlined, spread
+from deltagram.kernels._compiled import inlined
+from deltagram.kernels._threads import spread, threaded
 from deltagram.kernels._vectors import LANES, fma, get, get_int, load, multiply, put, splat, store, total
 
 
@@ -27,7 +28,7 @@ def _token(s, k, v, q, key_dim, value_dim, decay, beta, into, out):  # type: ign
             put(out, row, total(read))
 
 
-@compiled
+@threaded
 def _kernel(
     first: int, last: int, scratch: int, q: int, q_stride: int, k: int, k_stride: int, v: int, v_stride: int, g: int,
     beta: int, heads: int, value_heads: int, key_dim: int, value_dim: int, state: int, kind: int, cu_tokens: int,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deltagram.kernels._compiled import compiled, spread
+from deltagram.kernels._threads import spread, threaded
 from deltagram.kernels._vectors import add_row, get
 
 
-@compiled
+@threaded
 def _kernel(
     first: int, last: int, scratch: int, x: int, streams: int, size: int, inject: int, y: int, y_stride: int
 ) -> None:

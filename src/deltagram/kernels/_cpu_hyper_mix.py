@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deltagram.kernels._compiled import compiled, spread
 from deltagram.kernels._packed import Packed, room
 from deltagram.kernels._products import PRODUCT, product
+from deltagram.kernels._threads import spread, threaded
 from deltagram.kernels._vectors import (
     LANES,
     add,
@@ -26,7 +26,7 @@ from deltagram.kernels._vectors import (
 _ROWS = 32  # whose norms and gates stay in the nearest cache
 
 
-@compiled
+@threaded
 def _kernel(
     first: int, last: int, scratch: int, f: int, x: int, streams: int, size: int, w: int, eps: float,
     down: int, down_brief: int, down_outputs: int, up: int, up_brief: int, rank: int, last_inject: int, last_out: int,

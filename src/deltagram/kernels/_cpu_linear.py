@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deltagram.kernels._compiled import compiled, spread
 from deltagram.kernels._packed import Packed, room
 from deltagram.kernels._products import PRODUCT, product
+from deltagram.kernels._threads import spread, threaded
 
 
-@compiled
+@threaded
 def _kernel(
     first: int,
     last: int,

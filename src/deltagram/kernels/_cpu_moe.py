@@ -6,9 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltagram.kernels._compiled import compiled, inlined, spread
+from deltagram.kernels._compiled import inlined
 from deltagram.kernels._packed import Packed, room
 from deltagram.kernels._products import PRODUCT, product
+from deltagram.kernels._threads import spread, threaded
 from deltagram.kernels._vectors import (
     LANES,
     add,
@@ -40,7 +41,7 @@ def _mlp(f, x, x_stride, rows, k, up, up_brief, up_outputs, h, down, down_brief,
     product(f, h, width, rows, half, down, down_brief, k, y, y_stride)
 
 
-@compiled
+@threaded
 def _mlp_kernel(
     first: int, last: int, scratch: int, f: int, x: int, x_stride: int, k: int, up: int, up_brief: int, up_outputs: int,
     down: int, down_brief: int, y: int, y_stride: int,
@@ -91,7 +92,7 @@ def _route(scores, experts, top_k, renormalise, likely, chosen, weights):  # typ
         put(weights, j, get(weights, j) / whole)
 
 
-@compiled
+@threaded
 def _moe_kernel(
     first: int, last: int, scratch: int, f: int, x: int, x_stride: int, k: int, block: int, router: int, router_brief:
     int, experts: int, top_k: int, renormalise: int, up: int, up_brief: int, up_size: int, up_outputs: int, down: int,

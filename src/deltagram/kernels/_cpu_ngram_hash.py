@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deltagram.kernels._compiled import compiled, spread
 from deltagram.kernels._longs import EIGHT, MODULI, longs, plus, put_longs, remainder, spread_long, times, xor
+from deltagram.kernels._threads import spread, threaded
 from deltagram.kernels._vectors import get_byte, get_int, get_long, put_long
 
 
-@compiled
+@threaded
 def _kernel(
     first: int, last: int, scratch: int, history: int, stride: int, sequence: int, row: int, position: int,
     multipliers: int, moduli: int, inverses: int, offsets: int, layers: int, order: int, columns: int, fill: int,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deltagram.kernels._compiled import compiled, spread
+from deltagram.kernels._threads import spread, threaded
 from deltagram.kernels._vectors import get_int, norm_row, rope_row
 
 
-@compiled
+@threaded
 def _kernel(
     first: int, last: int, scratch: int, x: int, x_stride: int, head_stride: int, heads: int, size: int, w: int, eps:
     float, cos: int, sin: int, dim: int, position: int, y: int,

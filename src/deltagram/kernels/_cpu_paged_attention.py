@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltagram.kernels._compiled import compiled, inlined, spread
+from deltagram.kernels._compiled import inlined
 from deltagram.kernels._packed import room
 from deltagram.kernels._products import PRODUCT, product
+from deltagram.kernels._threads import spread, threaded
 from deltagram.kernels._vectors import (
     LANES,
     add,
@@ -112,7 +113,7 @@ def _to_panels(k_cache, v_cache, step, size, table, page_size, count, k_panels, 
             store(v_panels + 4 * (i * count + p * LANES), 0, LANES, load(v_cache + place, i, size))
 
 
-@compiled
+@threaded
 def _kernel(
     first: int, last: int, scratch: int, f: int, q: int, q_stride: int, heads: int, groups: int, size: int, k_cache:
     int, v_cache: int, key_heads: int, page_size: int, page_table: int, pages: int, row: int, sequences: int,

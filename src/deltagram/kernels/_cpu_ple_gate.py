@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltagram.kernels._compiled import compiled, spread
+from deltagram.kernels._threads import spread, threaded
 from deltagram.kernels._vectors import LANES, fma, inverse_rms, load, multiply, norm_row, splat, store, total
 
 
-@compiled
+@threaded
 def _kernel(
     first: int, last: int, scratch: int, x: int, key: int, value: int, value_stride: int, streams: int, size: int,
     query_w: int, conv_w: int, eps: float, gated: int, conv: int,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deltagram.kernels._compiled import compiled, spread
+from deltagram.kernels._threads import spread, threaded
 from deltagram.kernels._vectors import LANES, add, get_int, get_long, load, multiply, norm_row, rope_row, splat, store
 
 
-@compiled
+@threaded
 def _kernel(
     first: int, last: int, scratch: int, index_keys: int, block_keys: int, size: int, w: int, eps: float, cos: int,
     sin: int, dim: int, position: int, index: int, cu_tokens: int, sequences: int, block_size: int,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deltagram.kernels._compiled import compiled, spread
+from deltagram.kernels._threads import spread, threaded
 from deltagram.kernels._vectors import norm_row
 
 
-@compiled
+@threaded
 def _kernel(
     first: int, last: int, scratch: int, x: int, x_stride: int, w: int, groups: int, size: int, eps: float, y: int
 ) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deltagram.kernels._compiled import compiled, spread
+from deltagram.kernels._threads import spread, threaded
 from deltagram.kernels._vectors import LANES, get_int, inverse_rms, load, multiply, sigmoid, silu, splat, store
 
 
-@compiled
+@threaded
 def _kernel(
     first: int, last: int, scratch: int, x: int, z: int, z_stride: int, heads: int, size: int, w: int, sequences: int,
     cu_tokens: int, eps: float, smooth: int, y: int,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deltagram.kernels._compiled import compiled, spread
+from deltagram.kernels._threads import spread, threaded
 from deltagram.kernels._vectors import LANES, get_brief, get_int, get_long, load, put, splat, store
 
 
-@compiled
+@threaded
 def _kernel(
     first: int, last: int, scratch: int, table: int, row_bytes: int, ids: int, wide: int, dim: int, brief: int, out: int
 ) -> None:

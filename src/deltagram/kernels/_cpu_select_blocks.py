@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltagram.kernels._compiled import compiled, spread
+from deltagram.kernels._threads import spread, threaded
 from deltagram.kernels._vectors import LANES, fma, get, get_int, load, put, put_int, splat, total
 
 
-@compiled
+@threaded
 def _kernel(
     first: int, last: int, scores: int, q: int, heads: int, size: int, block_keys: int, a_page: int, page_table: int,
     pages: int, row: int, sequences: int, cu_tokens: int, position: int, block_size: int, top_k: int, out: int,
