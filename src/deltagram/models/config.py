@@ -19,11 +19,21 @@ from typing import Any, ClassVar
 
 import torch
 
+from deltagram.models.config_fields import (
+    FULL as FULL,
+)
+from deltagram.models.config_fields import (
+    LINEAR as LINEAR,
+)
+from deltagram.models.config_fields import (
+    read_experts,
+    read_layer_types,
+    read_qwen4_exp,
+    read_sparse_layers,
+    read_token_ids,
+)
 from deltagram.models.fields import FieldReader, read_json_object
 from deltagram.models.rope import RopeConfig, read_rope
-
-LINEAR = "linear_attention"
-FULL = "full_attention"  # in a Qwen4-Exp model: indexed attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,18 +226,18 @@ def parse_config(values: dict[str, Any], *, generation_eos: Any = None, source: 
                 shown = f"{value!r:.100}"
                 problems.append(f"{name} is {shown}, which these models do not have; expected {json.dumps(neutral[0])}")
     fields = _common_fields(reader, config_class, values, notes)
-    more = _token_ids(reader, "generation_config.json: eos_token_id", generation_eos, fields["vocab_size"])
+    more = read_token_ids(reader, "generation_config.json: eos_token_id", generation_eos, fields["vocab_size"])
     fields["stop_token_ids"] = tuple(dict.fromkeys(fields["eos_token_ids"] + more))
     if issubclass(config_class, MoEConfig):
-        fields |= _expert_fields(reader, 8 if config_class is Qwen35MoeConfig else 10)
+        fields |= read_experts(reader, 8 if config_class is Qwen35MoeConfig else 10)
     if config_class is Qwen4ExpConfig:
-        fields |= _qwen4_exp_fields(reader, fields)
+        fields |= read_qwen4_exp(reader, fields)
     else:
         fields["output_gate_type"] = "silu"
     if config_class in (Qwen35Config, Qwen3NextConfig):
         fields["intermediate_size"] = reader.integer("intermediate_size")
     if config_class is Qwen3NextConfig:
-        fields |= _sparse_layers(reader, fields["num_hidden_layers"])
+        fields |= read_sparse_layers(reader, fields["num_hidden_layers"])
     elif config_class is Qwen35MoeConfig:
         problem = "norm_topk_prob is False, which these models do not have; expected true"
         reader.check(fields["norm_topk_prob"], problem)
@@ -297,12 +307,12 @@ def _common_fields(
             notes.append(f"tie_word_embeddings: the outer {tie_outer} is used, not text_config's {tie}")
         tie = tie_outer
     fields["tie_word_embeddings"] = tie
-    fields["layer_types"] = _layer_types(reader, fields["num_hidden_layers"], is_qwen4)
+    fields["layer_types"] = read_layer_types(reader, fields["num_hidden_layers"], is_qwen4)
     fields["rope"] = read_rope(
         reader, fields["head_dim"], fields["max_position_embeddings"], 1.0 if is_qwen4 else 0.25, notes
     )
     eos = text.get("eos_token_id", outer.get("eos_token_id"))
-    fields["eos_token_ids"] = _token_ids(reader, "eos_token_id", eos, fields["vocab_size"])
+    fields["eos_token_ids"] = read_token_ids(reader, "eos_token_id", eos, fields["vocab_size"])
     named = (level[name] for level in (text, outer) for name in ("dtype", "torch_dtype") if level.get(name) is not None)
     dtype = next(named, None)
     known = dtype is None or (isinstance(dtype, str) and dtype in _DTYPES)
@@ -312,104 +322,3 @@ def _common_fields(
     window = text.get("sliding_window") if "use_sliding_window" not in text else None
     reader.check(window is None, f"sliding_window is {window!r}, which these models do not have; expected null")
     return fields
-
-
-def _layer_types(reader: FieldReader, num_layers: int, is_qwen4: bool) -> tuple[str, ...]:
-    layer_types = reader.list_of(str, "layer_types")
-    if layer_types is None:
-        interval = reader.integer("full_attention_interval", 4)
-        layer_types = [FULL if (layer + 1) % interval == 0 else LINEAR for layer in range(num_layers)]
-    names = {LINEAR: LINEAR, FULL: FULL, **({"indexed_attention": FULL} if is_qwen4 else {})}
-    strange = sorted(set(layer_types) - names.keys())
-    reader.check(not strange, f"layer_types has {', '.join(strange)}; expected {', '.join(names)}")
-    count = f"layer_types has {len(layer_types)} entries; expected num_hidden_layers, which is {num_layers}"
-    reader.check(len(layer_types) == num_layers, count, "layer_types", "num_hidden_layers")
-    return tuple(names.get(name, LINEAR) for name in layer_types)
-
-
-def _token_ids(reader: FieldReader, name: str, value: Any, vocab_size: int) -> tuple[int, ...]:
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    valid = all(type(token) is int and 0 <= token < vocab_size for token in ids)
-    reader.check(valid, f"{name} is {value!r:.100}; expected ids in [0, {vocab_size})", "vocab_size")
-    return tuple(ids) if valid else (0,)
-
-
-def _expert_fields(reader: FieldReader, top_k: int) -> dict[str, Any]:
-    fields = {
-        "moe_intermediate_size": reader.integer("moe_intermediate_size"),
-        "shared_expert_intermediate_size": reader.integer("shared_expert_intermediate_size", 512),
-        "num_experts": reader.integer("num_experts"),
-        "num_experts_per_tok": reader.integer("num_experts_per_tok", top_k),
-        "norm_topk_prob": reader.flag("norm_topk_prob", True),
-    }
-    top_k, experts = fields["num_experts_per_tok"], fields["num_experts"]
-    problem = f"num_experts_per_tok is {top_k}; expected at most num_experts, which is {experts}"
-    reader.check(top_k <= experts, problem, "num_experts_per_tok", "num_experts")
-    return fields
-
-
-def _sparse_layers(reader: FieldReader, num_layers: int) -> dict[str, Any]:
-    dense = sorted(set(reader.list_of(int, "mlp_only_layers") or ()))
-    outside = [layer for layer in dense if not 0 <= layer < num_layers]
-    problem = f"mlp_only_layers has {outside}; expected layers in [0, {num_layers - 1}]"
-    reader.check(not outside, problem, "mlp_only_layers", "num_hidden_layers")
-    step = reader.integer("decoder_sparse_step", 1)
-    return {"mlp_only_layers": tuple(dense), "decoder_sparse_step": step}
-
-
-def _qwen4_exp_fields(reader: FieldReader, common: dict[str, Any]) -> dict[str, Any]:
-    gate = reader.choice("output_gate_type", None, ("silu", "sigmoid"))
-    ple_layers = sorted(set(reader.list_of(int, "ple_layer_ids") or ()))
-    ple_embed_dim = reader.integer("ple_embed_dim", None)
-    fields: dict[str, Any] = {
-        "output_gate_type": gate or "silu",  # hidden_act, which must be silu
-        "hc_count": reader.integer("hc_count", 4, minimum=2),
-        "hc_lowrank": reader.integer("hc_lowrank", 320),
-        "ple_layer_ids": tuple(ple_layers),
-        "ple_embed_dim": common["hidden_size"] if ple_embed_dim is None else ple_embed_dim,
-        "ple_conv_kernel_size": reader.integer("ple_conv_kernel_size", 4),
-        "ngram_size": reader.integer("ngram_size", 3, minimum=2),
-        "heads_per_ngram": reader.integer("heads_per_ngram", 8),
-        "ngram_vocab_size_base": reader.integer("ngram_vocab_size_base", 20_000_000),
-        "make_ngram_vocab_size_divisible_by": reader.integer("make_ngram_vocab_size_divisible_by", 128),
-        "seed": reader.integer("seed", 1234, minimum=0, maximum=2**63 - 1),
-        "split_ngram_parts": reader.integer("split_ngram_parts", 512),
-    }
-    if ple_layers:
-        _check_ple(reader, fields, common)
-    return fields | _indexer_fields(reader, common)
-
-
-def _check_ple(reader: FieldReader, fields: dict[str, Any], common: dict[str, Any]) -> None:
-    layer_types, width = common["layer_types"], fields["ple_embed_dim"]
-    outside = [layer for layer in fields["ple_layer_ids"] if not 1 <= layer <= len(layer_types)]
-    problem = f"ple_layer_ids has {outside}; expected one-indexed layers in [1, {len(layer_types)}]"
-    reader.check(not outside, problem, "layer_types", "num_hidden_layers")
-    inside = [layer for layer in fields["ple_layer_ids"] if 1 <= layer <= len(layer_types)]
-    not_linear = [layer for layer in inside if layer_types[layer - 1] != LINEAR]
-    problem = f"ple_layer_ids has {not_linear}, which are full attention layers; expected {LINEAR} layers"
-    reader.check(not not_linear, problem, "layer_types", "full_attention_interval")
-    columns = (fields["ngram_size"] - 1) * fields["heads_per_ngram"]
-    problem = f"ple_embed_dim is {width}; expected a multiple of (ngram_size - 1) * heads_per_ngram, which is {columns}"
-    reader.check(width % columns == 0, problem, "ple_embed_dim", "hidden_size", "ngram_size", "heads_per_ngram")
-    problem = "eos_token_id is missing; ple_layer_ids needs one, as n-grams do not cross the end of a text"
-    reader.check(bool(common["eos_token_ids"]), problem)
-
-
-def _indexer_fields(reader: FieldReader, common: dict[str, Any]) -> dict[str, Any]:
-    names = ("indexer_n_heads", "indexer_kv_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")
-    needed = FULL in common["layer_types"] or any(reader.values.get(name) is not None for name in names)
-    values = {name: reader.integer(name) if needed else 0 for name in names}
-    reader.used.update(names)
-    key_heads = values.pop("indexer_kv_heads")
-    if not needed:
-        return values
-    problem = f"indexer_kv_heads is {key_heads}; expected 1, as all index queries share one key"
-    reader.check(key_heads == 1, problem, "indexer_kv_heads")
-    budget, ratio = values["indexer_budget"], values["indexer_compress_ratio"]
-    problem = f"indexer_budget is {budget}; expected a multiple of indexer_compress_ratio, which is {ratio}"
-    reader.check(budget % ratio == 0, problem, "indexer_budget", "indexer_compress_ratio")
-    head_dim, rotary_dim = values["indexer_head_dim"], int(common["head_dim"] * common["rope"].partial_rotary_factor)
-    problem = f"indexer_head_dim is {head_dim}; expected at least {rotary_dim}, the dimensions that rotary turns"
-    reader.check(rotary_dim <= head_dim, problem, "indexer_head_dim", "head_dim")
-    return values
