@@ -19,21 +19,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from deltagram.models.config_fields import (
-    FULL as FULL,
-)
-from deltagram.models.config_fields import (
-    LINEAR as LINEAR,
-)
-from deltagram.models.config_fields import (
-    read_experts,
-    read_layer_types,
-    read_qwen4_exp,
-    read_sparse_layers,
-    read_token_ids,
-)
+from deltagram.models import config_fields as groups
 from deltagram.models.fields import FieldReader, read_json_object
 from deltagram.models.rope import RopeConfig, read_rope
+
+LINEAR, FULL = groups.LINEAR, groups.FULL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,18 +216,18 @@ def parse_config(values: dict[str, Any], *, generation_eos: Any = None, source: 
                 shown = f"{value!r:.100}"
                 problems.append(f"{name} is {shown}, which these models do not have; expected {json.dumps(neutral[0])}")
     fields = _common_fields(reader, config_class, values, notes)
-    more = read_token_ids(reader, "generation_config.json: eos_token_id", generation_eos, fields["vocab_size"])
+    more = groups.read_token_ids(reader, "generation_config.json: eos_token_id", generation_eos, fields["vocab_size"])
     fields["stop_token_ids"] = tuple(dict.fromkeys(fields["eos_token_ids"] + more))
     if issubclass(config_class, MoEConfig):
-        fields |= read_experts(reader, 8 if config_class is Qwen35MoeConfig else 10)
+        fields |= groups.read_experts(reader, 8 if config_class is Qwen35MoeConfig else 10)
     if config_class is Qwen4ExpConfig:
-        fields |= read_qwen4_exp(reader, fields)
+        fields |= groups.read_qwen4_exp(reader, fields)
     else:
         fields["output_gate_type"] = "silu"
     if config_class in (Qwen35Config, Qwen3NextConfig):
         fields["intermediate_size"] = reader.integer("intermediate_size")
     if config_class is Qwen3NextConfig:
-        fields |= read_sparse_layers(reader, fields["num_hidden_layers"])
+        fields |= groups.read_sparse_layers(reader, fields["num_hidden_layers"])
     elif config_class is Qwen35MoeConfig:
         problem = "norm_topk_prob is False, which these models do not have; expected true"
         reader.check(fields["norm_topk_prob"], problem)
@@ -307,12 +297,12 @@ def _common_fields(
             notes.append(f"tie_word_embeddings: the outer {tie_outer} is used, not text_config's {tie}")
         tie = tie_outer
     fields["tie_word_embeddings"] = tie
-    fields["layer_types"] = read_layer_types(reader, fields["num_hidden_layers"], is_qwen4)
+    fields["layer_types"] = groups.read_layer_types(reader, fields["num_hidden_layers"], is_qwen4)
     fields["rope"] = read_rope(
         reader, fields["head_dim"], fields["max_position_embeddings"], 1.0 if is_qwen4 else 0.25, notes
     )
     eos = text.get("eos_token_id", outer.get("eos_token_id"))
-    fields["eos_token_ids"] = read_token_ids(reader, "eos_token_id", eos, fields["vocab_size"])
+    fields["eos_token_ids"] = groups.read_token_ids(reader, "eos_token_id", eos, fields["vocab_size"])
     named = (level[name] for level in (text, outer) for name in ("dtype", "torch_dtype") if level.get(name) is not None)
     dtype = next(named, None)
     known = dtype is None or (isinstance(dtype, str) and dtype in _DTYPES)
