@@ -15,7 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deltagram.kernels._triton import Impl, choose, on_cpu
+from deltagram.kernels._rotary import partner, turn
+from deltagram.kernels._triton import Build, Impl, choose, jit, on_cpu, power_of_two, tl
 
 
 def pool_blocks(
@@ -32,7 +33,7 @@ def pool_blocks(
     impl: Impl = None,
 ) -> None:
     """See the file's docstring."""
-    body = choose(impl, index_keys, _reference, _reference, _compiled)
+    body = choose(impl, index_keys, _reference, _launch, _compiled)
     body(index_keys, block_keys, weight, cos, sin, position, cache_index, cu_tokens, block_size, eps)
 
 
@@ -63,3 +64,75 @@ def _reference(
 
 
 _compiled = on_cpu("pool_blocks")
+
+
+@jit(do_not_specialize=["num_sequences"], do_not_specialize_on_alignment=["position", "cache_index", "cu_tokens"])
+def _kernel(  # type: ignore[no-untyped-def]
+    index_keys,
+    block_keys,
+    weight,
+    cos,
+    sin,
+    position,
+    cache_index,
+    cu_tokens,
+    num_sequences,
+    eps,
+    BLOCK: tl.constexpr,
+    D: tl.constexpr,
+    DIM: tl.constexpr,
+    BM: tl.constexpr,
+    BD: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64)
+    last = tl.load(position + t).to(tl.int64)
+    if (t >= tl.load(cu_tokens + num_sequences)) | ((last + 1) % BLOCK != 0):
+        return
+    at = tl.load(cache_index + t)
+    member = tl.arange(0, BM)[:, None]
+    d = tl.arange(0, BD)
+    mixed = partner(d, DIM)
+    line = index_keys + (at - (BLOCK - 1) + member) * D
+    inside = (member < BLOCK) & (d < D)[None, :]
+    raw = tl.load(line + d[None, :], mask=inside, other=0).to(tl.float32)
+    raw_mixed = tl.load(line + mixed[None, :], mask=inside, other=0).to(tl.float32)
+    mean = (tl.sum(raw, 0, keep_dims=True) / BLOCK).to(index_keys.dtype.element_ty).to(tl.float32)
+    mean_mixed = (tl.sum(raw_mixed, 0, keep_dims=True) / BLOCK).to(index_keys.dtype.element_ty).to(tl.float32)
+    scale = 1 / tl.sqrt(tl.sum(mean * mean, 1) / D + eps)
+    w = tl.load(weight + d, mask=d < D, other=0)
+    w_mixed = tl.load(weight + mixed, mask=d < D, other=0)
+    normed, other = mean * scale[:, None] * w[None, :], mean_mixed * scale[:, None] * w_mixed[None, :]
+    key = turn(normed, other, d, last - (BLOCK - 1), cos, sin, DIM)
+    tl.store(block_keys + at // BLOCK * D + d[None, :], key.to(block_keys.dtype.element_ty), mask=(d < D)[None, :])
+
+
+def _launch(
+    index_keys: Tensor,
+    block_keys: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position: Tensor,
+    cache_index: Tensor,
+    cu_tokens: Tensor,
+    block_size: int,
+    eps: float,
+) -> None:
+    assert index_keys.is_contiguous() and block_keys.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
+    _kernel[(len(position),)](
+        index_keys, block_keys, weight, cos, sin, position, cache_index, cu_tokens, len(cu_tokens) - 1, eps,
+        **_sizes(block_size, index_keys.shape[2], cos.shape[1]), num_warps=4,
+    )  # fmt: skip
+
+
+def _sizes(block_size: int, size: int, dim: int) -> dict[str, int]:
+    return {"BLOCK": block_size, "D": size, "DIM": dim, "BM": power_of_two(block_size), "BD": power_of_two(size)}
+
+
+def ahead_of_time() -> list[Build]:
+    builds = []
+    for dtype, block_size, size, dim in (("*bf16", 64, 128, 64), ("*fp32", 12, 80, 20)):
+        types = dict.fromkeys(("index_keys", "block_keys"), dtype) | dict.fromkeys(("weight", "cos", "sin"), "*fp32")
+        types |= {"position": "*i32", "cu_tokens": "*i32", "cache_index": "*i64", "num_sequences": "i32", "eps": "fp32"}
+        builds.append(Build(_kernel, types, _sizes(block_size, size, dim)))
+    return builds
