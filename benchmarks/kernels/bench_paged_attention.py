@@ -13,8 +13,8 @@ def case(context: int, new: int) -> tuple[object, ...]:
     k, v = torch.randn(2, -(-context // 64), 64, 2, 64)
     table, row = torch.arange(len(k), dtype=torch.int32)[None], torch.zeros(1, dtype=torch.int32)
     cu_tokens, length = torch.tensor([0, new], dtype=torch.int32), torch.tensor([context], dtype=torch.int32)
-    position = torch.arange(context - new, context, dtype=torch.int32)
-    return torch.randn(new, 4, 64), k, v, table, row, cu_tokens, length, position, 0.125
+    position, sequence = torch.arange(context - new, context, dtype=torch.int32), torch.zeros(new, dtype=torch.int32)
+    return torch.randn(new, 4, 64), k, v, table, row, row, cu_tokens, length, sequence, position, 0.125
 
 
 if __name__ == "__main__":

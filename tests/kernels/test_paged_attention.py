@@ -38,15 +38,18 @@ class Step:
         self.position = torch.tensor(
             [p for s, new in sequences for p in range(s, s + new)] + [0] * pad, dtype=torch.int32
         )
+        real = [n for n, (_, new) in enumerate(sequences) for _ in range(new)]
+        self.sequence = torch.tensor(real + [-1] * pad, dtype=torch.int32)
+        self.kind = torch.tensor([2] * len(sequences) + [3] * pad, dtype=torch.int32)
         self.scale, self.total = size**-0.5, total
         self.sequences = sequences
 
     def run(self, impl: str, selected: Tensor | None, gate: bool = True) -> Tensor:
-        tables = self.table, self.row, self.cu_tokens, self.length, self.position
+        tables = self.table, self.row, self.kind, self.cu_tokens, self.length, self.sequence, self.position
         floats = (self.q, self.k, self.v, self.gate)
         q, k, v, gates = exact(floats) if impl == "float64" else floats
         chosen = None if impl == "float64" else impl
-        return paged_attention(q, k, v, *tables, self.scale, selected, BLOCK, gates if gate else None, chosen)  # type: ignore[arg-type]
+        return paged_attention(q, k, v, *tables, self.scale, True, selected, BLOCK, gates if gate else None, chosen)  # type: ignore[arg-type]
 
     def loop(self, selected: Tensor | None, gate: bool = True) -> Tensor:
         out, t = torch.zeros(self.q.shape, dtype=torch.float64), 0

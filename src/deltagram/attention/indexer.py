@@ -29,8 +29,8 @@ class Indexer:
         self.k_norm = RMSNorm(head_dim, eps, make)
 
     def __call__(self, x: Tensor, table: SequenceTable, rotary: Rotary, cache: LayerCache) -> Tensor | None:
-        """x [T, hidden] -> int32 [T, top_k], the chosen blocks; None where the step's contexts have no more blocks
-        than are chosen.
+        """x [T, hidden] -> int32 [T, top_k], the chosen blocks; None on a CPU where the step's contexts have no more
+        blocks than are chosen: on a GPU the kernels see that for themselves, token by token.
 
         The cache takes the tokens' index keys either way.
         """
@@ -49,7 +49,7 @@ class Indexer:
             self.block_size,
             self.k_norm.eps,
         )
-        if int(table.length.max()) // self.block_size <= self.top_k:
+        if not x.is_cuda and int(table.length.max()) // self.block_size <= self.top_k:
             return None
         return select_blocks(
             rotary.normed(projected[:, :-1], self.q_norm, table.position),

@@ -4,8 +4,8 @@ from torch import Tensor
 
 from deltagram.attention.cache import LayerCache
 from deltagram.attention.indexer import Indexer
-from deltagram.kernels.cache_write import cache_write
 from deltagram.kernels.paged_attention import paged_attention
+from deltagram.kernels.qkv_write import qkv_write
 from deltagram.layers.basic import Factory, Linear, RMSNorm
 from deltagram.layers.rotary import Rotary
 from deltagram.step.sequences import SequenceTable
@@ -48,10 +48,21 @@ class Attention:
         assert cache is not None, "the layer has no pages"
         query_gate, key, value = self.project.split(x)
         query, gate = query_gate.unflatten(1, (self.num_heads, 2 * self.head_dim)).chunk(2, -1)
-        query = rotary.normed(query, self.q_norm, table.position)
-        key = rotary.normed(key.unflatten(1, (self.num_kv_heads, self.head_dim)), self.k_norm, table.position)
-        cache_write(cache.keys, key, table.cache_index, table.cu_tokens)
-        cache_write(cache.values, value, table.cache_index, table.cu_tokens)
+        query = qkv_write(
+            query,
+            key.unflatten(1, (self.num_kv_heads, self.head_dim)),
+            value.unflatten(1, (self.num_kv_heads, self.head_dim)),
+            self.q_norm.scale,
+            self.k_norm.scale,
+            rotary.cos,
+            rotary.sin,
+            table.position,
+            table.cache_index,
+            table.cu_tokens,
+            cache.keys,
+            cache.values,
+            self.q_norm.eps,
+        )
         sparse = self.indexer is not None and cache.index_keys is not None
         heads = paged_attention(
             query,
@@ -59,10 +70,13 @@ class Attention:
             cache.values,
             table.page_table,
             table.row,
+            table.kind,
             table.cu_tokens,
             table.length,
+            table.sequence,
             table.position,
             self.head_dim**-0.5,
+            table.bucket.mixed,
             self.indexer(x, table, rotary, cache) if sparse and self.indexer else None,
             self.indexer.block_size if self.indexer else 1,
             gate,

@@ -1,45 +1,10 @@
-"""Causal attention of a step's tokens over their requests' paged keys and values.
-
-    o = softmax(scale * q . k) v    over the tokens at positions up to the query's own
-
-With `selected`, a query sees only the tokens of the listed blocks and those after its last complete block (its own
-included). Each key head serves Hq / Hkv consecutive query heads. With `gate`, the result is multiplied by
-sigmoid(gate).
-
-Shapes: q [T, Hq, D]; k_cache, v_cache [pages, page size, Hkv, D]; page_table [rows, pages a request], row [N],
-cu_tokens [N + 1], length [N], position [T]: int32, as in the sequence table; selected [T, B] int32 block numbers, -1
-for none, in any order, or None for all; block_size in tokens; gate [T, Hq, D] (strided, dimensions side by side) or
-None. Returns [T, Hq, D], zero for padding. What lies in a page past the request's length is never read into the
-result, NaN or not.
-"""
+"""Paged attention in plain PyTorch."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from deltagram.kernels._triton import Impl, choose, on_cpu
-
-
-def paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    row: Tensor,
-    cu_tokens: Tensor,
-    length: Tensor,
-    position: Tensor,
-    scale: float,
-    selected: Tensor | None = None,
-    block_size: int = 1,
-    gate: Tensor | None = None,
-    impl: Impl = None,
-) -> Tensor:
-    """See the file's docstring."""
-    body = choose(impl, q, _reference, _reference, _compiled if k_cache.dtype == torch.float32 else None)
-    return body(q, k_cache, v_cache, page_table, row, cu_tokens, length, position, scale, selected, block_size, gate)
 
 
 def _reference(
@@ -48,10 +13,13 @@ def _reference(
     v_cache: Tensor,
     page_table: Tensor,
     row: Tensor,
+    kind: Tensor,
     cu_tokens: Tensor,
     length: Tensor,
+    sequence: Tensor,
     position: Tensor,
     scale: float,
+    mixed: bool = True,
     selected: Tensor | None = None,
     block_size: int = 1,
     gate: Tensor | None = None,
@@ -85,9 +53,6 @@ def _reference(
         num_tokens = int(cu_tokens[-1])
         out[:num_tokens] *= gate[:num_tokens].sigmoid()
     return out
-
-
-_compiled = on_cpu("paged_attention")
 
 
 def _in_blocks(selected: Tensor, key_position: Tensor, query_position: Tensor, block_size: int) -> Tensor:

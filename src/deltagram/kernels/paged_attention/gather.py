@@ -1,0 +1,159 @@
+"""Tokens that see a selection: each over its own listed blocks and the tokens after its last complete block.
+
+In a call with a selection every decode and verify token comes here, its keys in order where it sees everything, and of
+the prefill tokens those that do not. A token's keys are cut into parts of SIZE.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deltagram.kernels._triton import Build, jit, power_of_two, tl
+from deltagram.kernels.paged_attention.split import LOG2_E, SHAPES, TYPES, Parts, query_tile
+from deltagram.kernels.paged_attention.tile import give, take
+
+SIZE = 512  # keys of a part
+
+
+@jit(
+    do_not_specialize=["places", "pages"],
+    do_not_specialize_on_alignment=["row", "kind", "sequence", "position"],
+)
+def _kernel(  # type: ignore[no-untyped-def]
+    q,
+    k_cache,
+    v_cache,
+    page_table,
+    row,
+    kind,
+    sequence,
+    position,
+    selected,
+    gate,
+    out,
+    parts,
+    weights,
+    places,
+    pages,
+    q_stride,
+    gate_stride,
+    gate_head,
+    scale,
+    GATED: tl.constexpr,
+    HKV: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    LISTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BD: tl.constexpr,
+    BN: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64)
+    n = tl.load(sequence + t)
+    h = tl.program_id(1)
+    part = tl.program_id(2)
+    rows = tl.arange(0, ROWS)
+    head = h * GROUP + rows % GROUP
+    real = rows < GROUP
+    d = tl.arange(0, BD)
+    whole = real[:, None] & (d < D)[None, :]
+    if n < 0:  # padding
+        if part == 0:
+            zeroed = (t * (HKV * GROUP) + head) * D
+            tl.store(out + zeroed[:, None] + d[None, :], tl.zeros([ROWS, BD], out.dtype.element_ty), mask=whole)
+        return
+    place = tl.load(position + t)
+    complete = (place + 1) // BLOCK
+    partial = complete > LISTED
+    if (tl.load(kind + n) > 1) & (complete <= LISTED):
+        return
+    count = tl.where(partial, place + 1 - (complete - LISTED) * BLOCK, place + 1)
+    low = part * SIZE
+    if low >= count:
+        return
+    table = page_table + tl.load(row + n).to(tl.int64) * pages
+    asked = q + t * q_stride + head * D
+    query = tl.load(asked[:, None] + d[None, :], mask=whole, other=0)
+    acc = tl.zeros([ROWS, BD], tl.float32)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    high = tl.minimum(low + SIZE, count)
+    shift = tl.where(partial, (complete - LISTED) * BLOCK, 0)  # of the keys after the listed ones
+    for at in range(low, high, BN):
+        i = at + tl.arange(0, BN)
+        seen = i < high
+        listed = seen & partial & (i < LISTED * BLOCK)
+        block = tl.load(selected + t * LISTED + i // BLOCK, mask=listed, other=0)
+        key_at = tl.where(listed, block * BLOCK + i % BLOCK, i + shift)
+        page = tl.load(table + key_at // PAGE, mask=seen, other=0).to(tl.int64)
+        line = (page * PAGE + key_at % PAGE) * (HKV * D) + h * D
+        inside = seen[:, None] & (d < D)[None, :]
+        key = tl.load(k_cache + line[:, None] + d[None, :], mask=inside, other=0)
+        value = tl.load(v_cache + line[:, None] + d[None, :], mask=inside, other=0)
+        acc, top, total = take(acc, top, total, query, key, value, seen[None, :], scale, True)
+    if count <= SIZE:
+        give(acc / total[:, None], gate, out, gate_stride, gate_head, t, head, real, HKV * GROUP, D, GATED)
+    else:
+        kept = t * (HKV * GROUP) + head
+        tl.store(parts + ((kept * places + part) * D)[:, None] + d[None, :], acc, mask=whole)
+        tl.store(weights + kept * 2 * places + part, top, mask=real)
+        tl.store(weights + (kept * 2 + 1) * places + part, total, mask=real)
+
+
+def places(listed: int, block_size: int) -> int:
+    """Parts of a token's keys, at most."""
+    return -(-((listed + 1) * block_size - 1) // SIZE)
+
+
+def launch(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    row: Tensor,
+    kind: Tensor,
+    sequence: Tensor,
+    position: Tensor,
+    scale: float,
+    selected: Tensor,
+    block_size: int,
+    gate: Tensor | None,
+    out: Tensor,
+) -> Parts:
+    num_rows, heads, size = q.shape
+    page_size, key_heads = k_cache.shape[1:3]
+    listed = selected.shape[1]
+    assert selected.is_contiguous()
+    most = places(listed, block_size)
+    parts = q.new_empty((num_rows, heads, most, size), dtype=torch.float32)
+    weights = q.new_empty((num_rows, heads, 2, most), dtype=torch.float32)
+    gates = q if gate is None else gate
+    _kernel[(num_rows, key_heads, most)](
+        q, k_cache, v_cache, page_table, row, kind, sequence, position, selected, gates, out, parts, weights, most,
+        page_table.shape[1], q.stride(0), gates.stride(0), gates.stride(1), scale * LOG2_E, GATED=gate is not None,
+        HKV=key_heads, GROUP=heads // key_heads, D=size, PAGE=page_size, LISTED=listed, BLOCK=block_size,
+        **_sizes(heads // key_heads, size), **_OPTIONS,
+    )  # fmt: skip
+    return parts, weights, 1, listed, block_size
+
+
+_OPTIONS = {"num_warps": 4, "num_stages": 3}
+
+
+def _sizes(group: int, size: int) -> dict[str, int]:
+    rows = query_tile(group, 16)["ROWS"]
+    return {"ROWS": rows, "BD": power_of_two(size, 16), "BN": 32, "SIZE": SIZE}
+
+
+def builds() -> list[Build]:
+    made = []
+    for dtype, key_heads, group, size, gated in SHAPES:
+        types = TYPES | dict.fromkeys(("q", "k_cache", "v_cache", "gate", "out"), dtype)
+        constants = {"GATED": gated, "HKV": key_heads, "GROUP": group, "D": size, "PAGE": 64}
+        constants |= {"LISTED": 128, "BLOCK": 16, **_sizes(group, size)}
+        made.append(Build(_kernel, types, constants, _OPTIONS))
+    return made
