@@ -5,6 +5,8 @@ Kernels must be compiled and loaded before they wait for each other: loading may
 that have been made before.
 """
 
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -33,3 +35,24 @@ def play(calls: Sequence[Callable[[], T]], device: torch.device) -> list[T]:
 def streams(count: int, device: torch.device) -> list[torch.cuda.Stream]:
     """A stream a rank."""
     return [torch.cuda.Stream(device) for _ in range(count)]
+
+
+def lockstep_us(calls: Sequence[Callable[[], object]], device: torch.device, repeats: int = 100) -> float:
+    """Microseconds of one call when all ranks, on a card, make theirs `repeats` times in a graph each, at once: the
+    median over replays. The calls wait for each other, so each is made once beforehand by `play`."""
+    graphs = []
+    for call in calls:
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            for _ in range(repeats):
+                call()
+    taken = []
+    for _ in range(12):
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        for graph, stream in zip(graphs, streams(len(calls), device), strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize(device)
+        taken.append((time.perf_counter() - began) * 1e6 / repeats)
+    return statistics.median(taken[2:])
