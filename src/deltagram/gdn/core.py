@@ -1,17 +1,18 @@
 """The gated delta rule over a step: one fixed sequence of ops, whatever the step mixes.
 
-On a GPU that is four launches in a tokens-only bucket (with the gated norm that follows) and six in a mixed one. Their
-grids are the bucket's capacity and their sizes are read from the sequence table on the device, so a captured step is an
-eager one.
+On a GPU decode and verify sequences are one launch, and prefill chunks, where the bucket may have some, five after it.
+Their grids are the bucket's capacity and their sizes are read from the sequence table on the device, so a captured step
+is an eager one.
 """
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from deltagram.kernels._triton import Impl
+from deltagram.kernels._triton import Impl, choose
 from deltagram.kernels.causal_conv1d import causal_conv1d
 from deltagram.kernels.gated_delta_chunk import gated_delta_chunk
+from deltagram.kernels.gated_delta_decode import gated_delta_decode
 from deltagram.kernels.gated_delta_prep import gated_delta_prep
 from deltagram.kernels.gated_delta_recurrent import gated_delta_recurrent
 from deltagram.step.sequences import SequenceTable
@@ -45,6 +46,24 @@ def forward_core(
     Tokens stay where they are: each op takes the rows of its own kind and leaves the others. Nobody writes the rows of
     padding, and the gated norm does not read them.
     """
+    body = choose(impl, qkv, _op_by_op, _at_once, _op_by_op)
+    return body(table, qkv, a, b, conv_weight, A_log, dt_bias, num_key_heads, key_dim, state, impl)
+
+
+def _op_by_op(
+    table: SequenceTable,
+    qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    conv_weight: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    num_key_heads: int,
+    key_dim: int,
+    state: LayerState,
+    impl: Impl,
+) -> Tensor:
+    """The plain path, and that of a CPU: each op over all tokens."""
     t, pool = table, state.recurrent
     convolved = causal_conv1d(
         qkv, conv_weight, state.conv, t.cu_tokens, t.sequence, t.position, t.start, t.slot, impl=impl
@@ -55,5 +74,35 @@ def forward_core(
         q, k, v, g, beta, pool, t.kind, t.cu_tokens, t.start, t.pending, t.slot, out, state.drafts, impl
     )
     if t.bucket.mixed:
+        gated_delta_chunk(q, k, v, g, beta, pool, t.chunks, t.kind, t.cu_tokens, t.start, t.slot, out, impl)
+    return out
+
+
+def _at_once(
+    table: SequenceTable,
+    qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    conv_weight: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    num_key_heads: int,
+    key_dim: int,
+    state: LayerState,
+    impl: Impl,
+) -> Tensor:
+    """Decode and verify sequences in one launch; then prefill, whose ops go over all tokens: what they do again for the
+    others is what was done, or is not read."""
+    t, pool = table, state.recurrent
+    out = qkv.new_empty(len(qkv), *pool.shape[1:3])
+    gated_delta_decode(
+        qkv, a, b, conv_weight, A_log, dt_bias, state.conv, pool, t.kind, t.cu_tokens, t.start, t.pending, t.slot, out,
+        num_key_heads, state.drafts, impl,
+    )  # fmt: skip
+    if t.bucket.mixed:
+        convolved = causal_conv1d(
+            qkv, conv_weight, state.conv, t.cu_tokens, t.sequence, t.position, t.start, t.slot, impl=impl
+        )
+        q, k, v, g, beta = gated_delta_prep(convolved, a, b, A_log, dt_bias, num_key_heads, key_dim, impl)
         gated_delta_chunk(q, k, v, g, beta, pool, t.chunks, t.kind, t.cu_tokens, t.start, t.slot, out, impl)
     return out

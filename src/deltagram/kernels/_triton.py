@@ -107,6 +107,15 @@ def on_cpu(name: str) -> Any:
     return lambda *arguments: body()(*arguments)
 
 
+@jit
+def prefetch(at):  # type: ignore[no-untyped-def]
+    """In a kernel for compute capability 9.0 or later: bring the lines at `at`, a tensor of pointers, to the L2
+    cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
 def dependent_launch(where: Tensor) -> bool:
     """Whether kernels on the device of `where` may start while the one before them ends (`launch_pdl`).
 

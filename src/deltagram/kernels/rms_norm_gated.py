@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltagram.kernels._triton import Build, Impl, choose, jit, on_cpu, power_of_two, tl
+from deltagram.kernels._triton import Build, Impl, choose, dependent_launch, jit, on_cpu, power_of_two, tl
 
 
 def rms_norm_gated(
@@ -57,9 +57,14 @@ def _kernel(  # type: ignore[no-untyped-def]
     SIGMOID: tl.constexpr,
     ROWS: tl.constexpr,
     BV: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # (token, head) pairs
     column = tl.arange(0, BV)[None, :]
+    w = tl.load(weight + column, mask=column < V, other=0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     real = row < tl.load(num_tokens).to(tl.int64) * HEADS
     inside = real[:, None] & (column < V)
     at = row[:, None] * V + column
@@ -67,7 +72,6 @@ def _kernel(  # type: ignore[no-untyped-def]
     gate = tl.load(
         z + (row // HEADS)[:, None] * z_stride + (row % HEADS)[:, None] * V + column, mask=inside, other=0
     ).to(tl.float32)
-    w = tl.load(weight + column, mask=column < V, other=0).to(tl.float32)
     scale = 1 / tl.sqrt(tl.sum(value * value, 1) / V + eps)
     act = 1 / (1 + tl.exp(-gate))
     if not SIGMOID:
@@ -88,9 +92,11 @@ def _launch(x: Tensor, z: Tensor, weight: Tensor, cu_tokens: Tensor, eps: float,
     out = z.new_empty(x.shape)
     rows, columns = _tiles(value_dim)
     grid = (-(-num_tokens * heads // rows),)
+    pdl = dependent_launch(x)
     _kernel[grid](
         x, z, weight, cu_tokens[-1:], out, num_tokens * heads, eps, z.stride(0),
-        HEADS=heads, V=value_dim, SIGMOID=activation == "sigmoid", ROWS=rows, BV=columns, num_warps=4,
+        HEADS=heads, V=value_dim, SIGMOID=activation == "sigmoid", ROWS=rows, BV=columns, PDL=pdl, num_warps=4,
+        launch_pdl=pdl,
     )  # fmt: skip
     return out
 
