@@ -1,0 +1,154 @@
+"""Products, gated MLPs and norms on a GPU: as exact as PyTorch's, the same bits in any company, captured or not."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltagram.kernels._gates import FEW_ROWS
+from deltagram.kernels._norm import Norm
+from deltagram.kernels.gated_mlp import gated_mlp
+from deltagram.kernels.linear import linear
+from deltagram.kernels.rms_norm import rms_norm
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SHAPES = ((2560, 4096), (1024, 2048), (2560, 9216), (8224, 1024), (333, 200), (40, 96))  # outputs, inputs
+ROWS = (1, 2, 15, 16, 17, 33, FEW_ROWS, FEW_ROWS + 1, 200)
+
+
+def random(*shape: int, std: float = 1.0) -> Tensor:
+    return torch.randn(*shape, device="cuda").mul_(std).bfloat16()
+
+
+def norm_of(size: int) -> Norm:
+    return Norm(torch.rand(size, device="cuda") + 0.5, 1e-6)
+
+
+def assert_as_exact_as_plain(ours: Tensor, plain: Tensor, exact: Tensor) -> None:
+    """At most twice the error of plain bf16 PyTorch against float64: over all, and of the worst row."""
+    assert ours.dtype == plain.dtype and ours.shape == exact.shape and not ours.isnan().any()
+    error, allowed = (ours.double() - exact).norm(dim=1), (plain.double() - exact).norm(dim=1)
+    assert error.norm() <= 2 * allowed.norm() and error.max() <= 2 * allowed.max()
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_linear_is_as_exact_as_plain(outputs: int, inputs: int) -> None:
+    torch.manual_seed(0)
+    weight, norm = random(outputs, inputs, std=inputs**-0.5), norm_of(inputs)
+    for rows in ROWS:
+        x, residual = random(rows, inputs + 16)[:, :inputs], random(rows, outputs)
+        for before in (None, norm):
+            for onto in (None, residual):
+                exact = linear(
+                    x.double(),
+                    weight.double(),
+                    before and Norm(before.weight.double(), before.eps),
+                    None if onto is None else onto.double(),
+                    impl="reference",
+                )
+                plain = linear(x, weight, before, onto, impl="reference")
+                assert_as_exact_as_plain(linear(x, weight, before, onto), plain, exact)
+
+
+@pytest.mark.parametrize(("size", "inner"), [(2560, 9216), (1024, 3584), (96, 40), (200, 333)])
+def test_gated_mlp_is_as_exact_as_plain(size: int, inner: int) -> None:
+    torch.manual_seed(0)
+    gate_up, down = random(2 * inner, size, std=size**-0.5), random(size, inner, std=inner**-0.5)
+    norm = norm_of(size)
+    wide = Norm(norm.weight.double(), norm.eps)
+    for rows in ROWS:
+        x, residual = random(rows, size), random(rows, size)
+        exact = gated_mlp(x.double(), gate_up.double(), down.double(), wide, residual.double(), impl="reference")
+        plain = gated_mlp(x, gate_up, down, norm, residual, impl="reference")
+        assert_as_exact_as_plain(gated_mlp(x, gate_up, down, norm, residual), plain, exact)
+
+
+def ops(outputs: int, inputs: int) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+    weight, norm = random(outputs, inputs, std=inputs**-0.5), norm_of(inputs)
+    gate_up, down = random(2 * inputs, inputs, std=inputs**-0.5), random(outputs, inputs, std=inputs**-0.5)
+    found: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "linear": lambda x, residual: linear(x, weight, None, residual),
+        "norm": lambda x, residual: linear(x, weight, norm),
+        "gated_mlp": lambda x, residual: gated_mlp(x, gate_up, down, norm, residual),
+    }
+    return found
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_company_does_not_change_bits(outputs: int, inputs: int) -> None:
+    """Up to FEW_ROWS rows, whatever the other rows hold, and however many there are."""
+    torch.manual_seed(0)
+    x, residual = random(FEW_ROWS, inputs), random(FEW_ROWS, outputs)
+    for name, op in ops(outputs, inputs).items():
+        every = op(x, residual)
+        for rows in (1, 2, 7, 16, 17, 31, 32, 33, 48):
+            assert torch.equal(op(x[:rows], residual[:rows]), every[:rows]), (name, rows)
+            assert torch.equal(op(x[-rows:], residual[-rows:]), every[-rows:]), (name, rows)
+        mixed = x.clone()
+        mixed[1::2] = float("nan")
+        out = op(mixed, residual)
+        assert torch.equal(out[::2], every[::2]) and bool(out[1::2].isnan().all()), name
+
+
+def test_captured_is_eager_also_behind_work_of_another_stream() -> None:
+    """A chain of launches that overlap, one of them waiting for a slow neighbour."""
+    torch.manual_seed(0)
+    layers = [
+        (random(2 * 3584, 1024, std=1 / 32), random(1024, 3584, std=1 / 60), random(1024, 1024, std=1 / 32))
+        for _ in range(6)
+    ]
+    norm, slow, side = norm_of(1024), torch.randn(2048, 2048, device="cuda"), torch.cuda.Stream()
+    x = random(5, 1024)
+
+    def run() -> Tensor:
+        y = x * 1
+        for i, (gate_up, down, out) in enumerate(layers):
+            y = gated_mlp(y, gate_up, down, norm, y)
+            if i % 2 == 0:
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    far = slow
+                    for _ in range(3):
+                        far = far @ slow / 50
+                    bump = far[: len(x), :1024].bfloat16() + y
+                torch.cuda.current_stream().wait_stream(side)
+                y = bump
+            y = linear(y, out, norm, y)
+        return y
+
+    expected = run().clone()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for _ in range(20):
+        captured.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(captured, expected)
+        assert torch.equal(run(), expected)
+
+
+@pytest.mark.parametrize("shape", [(1, 2560), (300, 1024), (5, 4, 256), (3, 96), (2, 2, 40)])
+def test_norm_is_as_exact_as_plain(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    wide = random(shape[0], *shape[1:-1], shape[-1] + 8)
+    x = wide[..., : shape[-1]] if len(shape) == 2 else wide[..., : shape[-1]].contiguous()
+    weight = torch.rand(shape[1:], device="cuda")
+    exact = rms_norm(x.double(), weight.double(), 1e-5)
+    plain = rms_norm(x, weight, 1e-5, impl="reference")
+    ours = rms_norm(x, weight, 1e-5)
+    assert_as_exact_as_plain(ours.flatten(1), plain.flatten(1), exact.flatten(1))
+    padded = torch.cat((x, torch.full_like(x[:1], float("nan"))))
+    assert torch.equal(rms_norm(padded, weight, 1e-5)[:-1], ours)
+
+
+def test_float32_is_not_rounded() -> None:
+    torch.manual_seed(0)
+    x, weight, norm = torch.randn(3, 64, device="cuda"), torch.randn(32, 64, device="cuda"), norm_of(64)
+    exact = F.linear(rms_norm(x.double(), norm.weight.double(), norm.eps), weight.double())
+    assert (linear(x, weight, norm).double() - exact).abs().max() < 1e-5 * exact.abs().max()
