@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from deltagram import LLM
 from deltagram.attention.cache import LayerCache, page_size
+from deltagram.engine.engine import Engine
 from deltagram.gdn.core import LayerState
 from deltagram.gdn.state import allocate, ring_length
 from deltagram.models.base import Model
@@ -179,10 +181,10 @@ class Request:
 class Bench:
     """A head with a cache full of NaN, in scattered pages, and hidden states out of nowhere instead of a model's."""
 
-    def __init__(self, folder: Path, seed: int = 0) -> None:
+    def __init__(self, folder: Path, seed: int = 0, device: torch.device = CPU) -> None:
         config = read_config(folder)
-        self.config = config
-        self.model = load_model(folder, config, CONTEXT, CPU, torch.float32, mtp=True)[0]
+        self.config, self.device = config, device
+        self.model = load_model(folder, config, CONTEXT, device, torch.float32, mtp=True)[0]
         assert self.model.mtp is not None
         self.head = self.model.mtp
         self.truth = Transcription(config, folder)
@@ -192,19 +194,20 @@ class Bench:
         order = torch.randperm(ROWS * pages + 2, generator=self.generator)
         self.page_table = torch.zeros(ROWS + 1, pages, dtype=torch.int32)
         self.page_table[:ROWS] = order[: ROWS * pages].view(ROWS, pages)
-        self.history = TokenHistory(ROWS + 1, CONTEXT, CPU)
-        give_caches(self.model, len(order), self.page_size)
+        self.page_table = self.page_table.to(device)
+        self.history = TokenHistory(ROWS + 1, CONTEXT, device)
+        give_caches(self.model, len(order), self.page_size, device)
 
     def random_hidden(self, count: int) -> Tensor:
         streams = (self.config.hc_count,) if isinstance(self.config, Qwen4ExpConfig) else ()
-        return 3 * torch.randn(count, *streams, self.config.hidden_size, generator=self.generator)
+        return 3 * torch.randn(count, *streams, self.config.hidden_size, generator=self.generator).to(self.device)
 
     def table(self, entries: tuple[Entry, ...], padding: int = 0) -> SequenceTable:
         tokens = sum(entry.num_new for entry in entries) + padding
         mixed = any(entry.kind is Kind.PREFILL for entry in entries)
         bucket = Bucket(tokens, len(entries) + padding, mixed, max(entry.num_draft for entry in entries))
         packed = pack(StepPlan(0, bucket, entries), self.page_size, ROWS, ROWS)
-        return prepare(torch.from_numpy(packed), bucket, self.history, self.page_table, self.page_size)
+        return prepare(torch.from_numpy(packed).to(self.device), bucket, self.history, self.page_table, self.page_size)
 
     def commit(self, row: int, tokens: list[int]) -> None:
         """`tokens` come after what the history holds of `row`."""
@@ -214,18 +217,19 @@ class Bench:
         self.history.committed[row] = len(tokens)
 
     def check(self, got: Tensor, wanted: Tensor, what: str) -> None:
-        error = (got - wanted).abs().max() / wanted.abs().max()
+        error = (got.cpu() - wanted).abs().max() / wanted.abs().max()
         assert error < TOLERANCE, f"{what}: {error:.1e}"
 
 
-def give_caches(model: Model, pages: int, size: int) -> None:
+def give_caches(model: Model, pages: int, size: int, device: torch.device = CPU) -> None:
+    def pool(*shape: int) -> Tensor:
+        return torch.full((pages, *shape), math.nan, device=device)
+
     for layer in model.attention_layers:
-        keys, values = (torch.full((pages, size, layer.num_kv_heads, layer.head_dim), math.nan) for _ in range(2))
-        layer.cache = LayerCache(keys, values)
+        layer.cache = LayerCache(*(pool(size, layer.num_kv_heads, layer.head_dim) for _ in range(2)))
         if layer.indexer is not None and layer.indexer.budget < CONTEXT:
             width, block = layer.indexer.head_dim, layer.indexer.block_size
-            layer.cache.index_keys = torch.full((pages, size, width), math.nan)
-            layer.cache.block_keys = torch.full((pages, size // block, width), math.nan)
+            layer.cache.index_keys, layer.cache.block_keys = pool(size, width), pool(size // block, width)
 
 
 @pytest.fixture(params=SHAPES)
@@ -319,6 +323,63 @@ def test_drafts_of_mixed_steps(bench: Bench, seed: int) -> None:
     assert all(len(request.hidden) > 7 or len(request.tokens) > 7 for request in requests.values())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp", "qwen4_exp_dense"])
+@torch.inference_mode()
+def test_captured_drafts(tmp_path: Path, shape: str) -> None:
+    """Three drafts after a decode step, of one request and padding: replayed, they are the bits of the eager ones, and
+    those of the transcription within rounding, although the step's place in the text moved since the capture."""
+    device = torch.device("cuda")
+    bench = Bench(write_tiny_checkpoint(tmp_path, **TINY_SHAPES[shape] | {"mtp": True}), device=device)
+    tokens = torch.randint(0, 256, (98,), generator=bench.generator).tolist()
+    hidden, states = bench.random_hidden(98), bench.random_hidden(3)
+    bench.history.admit(1, tokens)
+    table = bench.table((Entry(1, 0, 1, Kind.PREFILL, 90, 0, is_last_chunk=False),))
+    bench.head.draft(hidden[:90], followers(table, bench.history), table)
+    wanted = torch.tensor([3, 0, 0], dtype=torch.int32, device=device)
+    packed = pack(StepPlan(0, Bucket(3, 3, False), (Entry(1, 0, 1, Kind.DECODE, 1, 90),)), bench.page_size, ROWS, ROWS)
+    on_device = torch.from_numpy(packed).to(device)
+
+    def drafts(lengths: Tensor) -> list[Tensor]:
+        bench.history.lengths.copy_(lengths - 1)  # what they were when the step was prepared
+        table = prepare(on_device, Bucket(3, 3, False), bench.history, bench.page_table, bench.page_size)
+        bench.history.lengths.copy_(lengths)
+        order = draft_order(wanted)
+        token, rows = followers(table, bench.history), first_rows(table, bench.history, order)
+        logits, handed = bench.head.draft(states, token, table, rows)
+        results = [logits]
+        for nth in (2, 3):
+            token = logits.argmax(-1)
+            logits, handed = bench.head.draft(
+                handed, token, draft_table(table, bench.history, order, wanted, nth, token)
+            )
+            results.append(logits)
+        return results
+
+    lengths = bench.history.lengths.clone()
+    lengths[1] = 92
+    drafts(lengths)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = drafts(lengths)
+    before: list[Tensor] = []
+    for known in range(92, 99):
+        lengths[1] = known
+        states[0] = hidden[known - 2]
+        graph.replay()
+        replayed = [logits[0].clone() for logits in captured]
+        eager = [logits[0] for logits in drafts(lengths)]
+        assert all(torch.equal(one, other) for one, other in zip(replayed, eager, strict=True)), known
+        before = eager
+    pairs, after = list(hidden[:97].cpu().double()), tokens[1:98]
+    for got in before:
+        logits, handed_on = bench.truth(torch.stack(pairs), after)
+        error = (got.cpu() - logits[-1]).abs().max() / logits[-1].abs().max()
+        assert error < 1e-3, f"{error:.1e}"
+        pairs.append(handed_on[-1])
+        after = [*after, int(logits[-1].argmax())]
+
+
 @pytest.mark.oracle
 @pytest.mark.parametrize("shape", ["qwen3_5", "qwen3_next", "qwen3_5_moe", "qwen4_exp"])
 @torch.inference_mode()
@@ -347,6 +408,19 @@ def test_a_head_gets_the_last_hidden_states(tmp_path: Path, shape: str) -> None:
     logits = theirs(torch.tensor([tokens]), use_cache=False).logits[0]
     bench.check(ours, held[0].view_as(ours), "hidden states")
     bench.check(bench.model.logits(ours), logits, "logits")
+
+
+def test_a_head_has_its_part_of_the_pages(tmp_path: Path) -> None:
+    """One more attention layer, in pages of the same number and so of more bytes."""
+    folder = write_tiny_checkpoint(tmp_path, mtp=True)
+    llm = LLM(folder, device="cpu", dtype="float32", max_context=CONTEXT, cache_bytes=1 << 20)
+    model = load_model(folder, llm.config, CONTEXT, CPU, torch.float32, mtp=True)[0]
+    engine = Engine(model, llm.settings, llm.tokenizer)
+    caches = [layer.cache for layer in model.attention_layers]
+    assert len(caches) == len(llm.engine.model.attention_layers) + 1 == 2
+    assert caches[0] is not None and caches[1] is not None and caches[1].block_keys is not None
+    assert caches[0].keys.shape == caches[1].keys.shape and caches[0].keys.data_ptr() != caches[1].keys.data_ptr()
+    assert len(caches[0].keys) == engine.stats.num_pages == llm.engine.stats.num_pages // 2
 
 
 def change(folder: Path, edit: Callable[[dict[str, Tensor]], Any]) -> None:
