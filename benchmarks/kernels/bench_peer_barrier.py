@@ -22,7 +22,8 @@ from deltagram.testing.virtual import lockstep_us, play
 def measure(device: torch.device, ranks: int) -> float:
     """Microseconds of one."""
     memories = virtual_ranks(256, ranks, device)
-    epochs, stalled = torch.zeros(2, ranks, 1, dtype=torch.int64, device=device).unbind(0)
+    epochs = torch.zeros(ranks, 1, dtype=torch.int64, device=device)
+    stalled = torch.zeros(ranks, 1, dtype=torch.int64, pin_memory=device.type == "cuda")
 
     def barriers(rank: int, polls: int, count: int) -> None:
         for _ in range(count):

@@ -17,7 +17,8 @@ POLLS = 5_000_000
 class Ranks:
     def __init__(self, ranks: int, device: torch.device) -> None:
         self.device, self.memories = device, virtual_ranks(256, ranks, device)
-        self.epochs, self.stalled = (torch.zeros(2, ranks, 1, dtype=torch.int64, device=device)).unbind(0)
+        self.epochs = torch.zeros(ranks, 1, dtype=torch.int64, device=device)
+        self.stalled = torch.zeros(ranks, 1, dtype=torch.int64, pin_memory=device.type == "cuda")
         play([partial(self.barrier, rank, 0) for rank in range(ranks)], device)  # compiled before anybody waits
         self.start()
 
@@ -56,7 +57,7 @@ def test_what_was_written_before_is_read_after(device, ranks):
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
-def test_a_rank_that_does_not_come_is_named_and_later_barriers_do_not_wait(device):
+def test_a_rank_that_does_not_come_is_named_and_later_barriers_hardly_wait(device):
     group = Ranks(4, device)
     began = time.perf_counter()
     play([partial(group.barrier, rank, 1_000_000) for rank in (0, 1, 3)], device)

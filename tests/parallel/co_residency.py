@@ -16,7 +16,7 @@ os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"  # fewer queues than streams wo
 
 import torch
 
-from deltagram.kernels.lamport_gather import ROUND, STALLED
+from deltagram.kernels.lamport_gather import ROUND
 from deltagram.parallel.lamport import FOOTPRINT, LamportAllGather, blocks_beside
 from deltagram.parallel.peer_memory import virtual_ranks
 from deltagram.parallel.residency import DeviceResources, Spinner, fits
@@ -68,7 +68,7 @@ class Rank:
                 self.round(rows)
 
     def stalled(self) -> bool:
-        return bool(self.side.state[STALLED]) or bool(self.main.state[STALLED])
+        return bool(self.side.stalled) or bool(self.main.stalled)
 
 
 def play(ranks: int, rounds: int, capped: bool) -> dict:

@@ -6,7 +6,7 @@ It checks masks and indices. One rank runs at a time, so that what peers would h
 import torch
 import triton.runtime.interpreter as interpreter
 
-from deltagram.kernels.lamport_gather import SENTINEL, STALLED, lamport_gather
+from deltagram.kernels.lamport_gather import SENTINEL, lamport_gather
 from deltagram.kernels.peer_barrier import peer_barrier
 from deltagram.kernels.peer_lookup import peer_lookup
 from deltagram.kernels.peer_publish import peer_publish
@@ -66,7 +66,7 @@ def check_gather(ranks: int, dtype: torch.dtype, sizes: tuple[int, ...], program
     buffers = [buffer.view(torch.int32).view(3, ranks, capacity) for buffer in memories[0].buffers]
     for buffer in buffers:
         buffer.fill_(SENTINEL)
-    state = torch.zeros(4, dtype=torch.int64)
+    state, stalled = torch.zeros(3, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     for turn, rows in enumerate(sizes):
         parts = torch.randn(ranks, rows, width).to(dtype)
         parts[:, :, ::2] = -0.0
@@ -74,15 +74,16 @@ def check_gather(ranks: int, dtype: torch.dtype, sizes: tuple[int, ...], program
             words = torch.where(parts[peer] == 0, 0.0, parts[peer]).to(dtype).view(torch.int32).flatten()
             buffers[rank][turn % 3, peer, : len(words)] = words
         out = torch.full((rows, ranks * width), torch.nan, dtype=dtype)
-        lamport_gather(parts[rank], memories[rank].addresses(), state, out, rank, capacity, 3, programs, impl="triton")
+        given = parts[rank], memories[rank].addresses(), state, stalled, out
+        lamport_gather(*given, rank, capacity, 3, programs, impl="triton")
         assert torch.equal(out, torch.cat(list(parts), 1)) and not torch.signbit(out[out == 0]).any()
         assert (buffers[rank][(turn + 2) % 3] == SENTINEL).all() and (buffers[rank][(turn + 1) % 3] == SENTINEL).all()
         words = out.view(torch.int32)[:, rank * width * dtype.itemsize // 4 :].flatten()
         assert all(torch.equal(buffer[turn % 3, rank, : len(words)], words) for buffer in buffers)
-        assert state.tolist() == [turn + 1, len(words), 0, 0]
+        assert state.tolist() == [turn + 1, len(words), 0] and not stalled
     buffers[rank][:, 0] = SENTINEL
-    lamport_gather(parts[rank], memories[rank].addresses(), state, out, rank, capacity, 3, programs, impl="triton")
-    assert state[STALLED] == 1
+    lamport_gather(*given, rank, capacity, 3, programs, impl="triton")
+    assert stalled == 1
 
 
 torch.manual_seed(0)

@@ -13,13 +13,14 @@ its own flag; messages marked by a value that data never takes are the "LL" prot
 One instance a stream, and all ranks make the same calls in one order, of parts of one shape. `programs` blocks must be
 able to run beside everything else that may wait for a peer (parallel/residency.py). A block looks at most `polls` times
 for each of its tiles and then sets `stalled`: a peer that never comes ends as an error, `out` being void, and not as a
-hang; later rounds then do not wait at all, and the buffers must be made anew.
+hang. While `stalled` is not 0, a wait ends after PATIENCE looks, and the buffers must be made anew.
 
 Shapes: part [n, width], n > 0 (a round without words would not wait for anybody), contiguous, fp32 or bf16, a row
 being a multiple of 4 bytes; buffers int64 [ranks], the
 addresses of every rank's int32 [3, ranks, capacity] with capacity >= the words of a part, all words the sentinel at
-first, addresses multiples of 16; state int64 [4] on the device: round, extent (words) of the last one, programs that
-have finished, stalled; out [n, ranks * width], contiguous, of part's dtype. Returns out.
+first, addresses multiples of 16; state int64 [3] on the device: round, extent (words) of the last one, programs that
+have finished; stalled int64 [1] in page-locked host memory; out [n, ranks * width], contiguous, of part's dtype.
+Returns out.
 """
 
 from __future__ import annotations
@@ -32,13 +33,16 @@ from deltagram.kernels._triton import Build, Impl, choose, jit, tl
 
 SENTINEL = -(1 << 31)  # the bits of -0.0
 TILE, WARPS, REGISTERS = 512, 4, 48  # words a program moves at a time; what a block needs, for parallel/residency.py
-ROUND, EXTENT, FINISHED, STALLED = range(4)  # places of `state`
+PATIENCE = 1024  # looks between two at `stalled`, which is far away
+_OPTIONS = {"num_warps": WARPS, "maxnreg": REGISTERS}
+ROUND, EXTENT, FINISHED = range(3)  # places of `state`
 
 
 def lamport_gather(
     part: Tensor,
     buffers: Tensor,
     state: Tensor,
+    stalled: Tensor,
     out: Tensor,
     rank: int,
     capacity: int,
@@ -49,13 +53,26 @@ def lamport_gather(
     """See the file's docstring."""
     assert part.dtype in (torch.float32, torch.bfloat16) and part.dtype == out.dtype
     assert part.shape[1] * part.itemsize % 4 == 0 and part.nbytes <= 4 * capacity and capacity % 4 == 0
-    assert len(part) and out.shape == (len(part), part.shape[1] * len(buffers)) and part.is_contiguous() and out.is_contiguous()
+    assert (
+        len(part)
+        and out.shape == (len(part), part.shape[1] * len(buffers))
+        and part.is_contiguous()
+        and out.is_contiguous()
+    )
     body = choose(impl, part.device, _reference, _launch)
-    return body(part, buffers, state, out, rank, capacity, polls, programs)
+    return body(part, buffers, state, stalled, out, rank, capacity, polls, programs)
 
 
 def _reference(
-    part: Tensor, buffers: Tensor, state: Tensor, out: Tensor, rank: int, capacity: int, polls: int, programs: int
+    part: Tensor,
+    buffers: Tensor,
+    state: Tensor,
+    stalled: Tensor,
+    out: Tensor,
+    rank: int,
+    capacity: int,
+    polls: int,
+    programs: int,
 ) -> Tensor:
     ranks, words = len(buffers), part.nbytes // 4
     round_, extent = int(state[ROUND]), int(state[EXTENT])
@@ -65,8 +82,9 @@ def _reference(
     for view in views:
         view[round_ % 3, rank, :words] = sent
     came = views[rank][round_ % 3, :, :words]
-    if not wait_until(lambda: not bool((came == SENTINEL).any()), 0 if int(state[STALLED]) else polls):
-        state[STALLED] = 1
+    looks = min(polls, PATIENCE) if int(stalled) else polls
+    if not wait_until(lambda: not bool((came == SENTINEL).any()), looks):
+        stalled.fill_(1)
     rows = came.view(part.dtype).view(ranks, *part.shape)
     out.view(len(part), ranks, -1).copy_(rows.transpose(0, 1))
     views[rank][(round_ + 2) % 3, :, :extent] = SENTINEL
@@ -79,6 +97,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     part,
     buffers,
     state,
+    stalled,
     out,
     num_rows,
     rank,
@@ -88,6 +107,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,  # words of a row of `part`
     PAIRS: tl.constexpr,  # bf16, two a word
     TILE: tl.constexpr,
+    PATIENCE: tl.constexpr,
 ):
     SENTINEL: tl.constexpr = -2147483648
     first = tl.program_id(0)
@@ -95,7 +115,6 @@ def _kernel(  # type: ignore[no-untyped-def]
     lane = tl.arange(0, TILE)
     turn = tl.load(state)
     extent = tl.cdiv(tl.load(state + 1).to(tl.int32), 4) * 4
-    before = tl.load(state + 3)
     segment = (capacity // 4).to(tl.int64) * 4  # which tells the compiler that four words can move at once
     words = num_rows * WIDTH
     now = (turn % 3) * RANKS * segment
@@ -113,7 +132,6 @@ def _kernel(  # type: ignore[no-untyped-def]
         for peer in tl.static_range(RANKS):
             theirs = tl.load(buffers + peer).to(tl.pointer_type(tl.int32))
             tl.store(tl.multiple_of(theirs + now + rank * segment + at, 16), word, mask=at < words)
-    gave_up = before != 0
     for tile in range(first, tiles, programs):
         at = tile * TILE + lane
         inside = at < words
@@ -122,15 +140,16 @@ def _kernel(  # type: ignore[no-untyped-def]
             there = tl.multiple_of(mine + now + peer * segment + at, 16)
             word = tl.load(there, mask=inside, other=0, volatile=True)
             missing = tl.max((word == SENTINEL).to(tl.int32))
-            left = tl.where(gave_up, 0, polls)
-            while (missing > 0) & (left > 0):
+            looks = 0
+            while (missing > 0) & (looks < polls):
                 word = tl.load(there, mask=inside, other=0, volatile=True)
                 missing = tl.max((word == SENTINEL).to(tl.int32))
-                left -= 1
-            gave_up = gave_up | (missing > 0)
+                looks += 1
+                if looks % PATIENCE == 0:
+                    looks = tl.where(tl.load(stalled, volatile=True) == 0, looks, polls)
+            if missing > 0:
+                tl.store(stalled, 1)
             tl.store(out + peer * WIDTH + place, word, mask=inside)
-    if gave_up:
-        tl.store(state + 3, 1)
     for tile in range(first, tl.cdiv(extent, TILE), programs):
         at = tile * TILE + lane
         for peer in tl.static_range(RANKS):
@@ -144,27 +163,31 @@ def _kernel(  # type: ignore[no-untyped-def]
 
 
 def _launch(
-    part: Tensor, buffers: Tensor, state: Tensor, out: Tensor, rank: int, capacity: int, polls: int, programs: int
+    part: Tensor,
+    buffers: Tensor,
+    state: Tensor,
+    stalled: Tensor,
+    out: Tensor,
+    rank: int,
+    capacity: int,
+    polls: int,
+    programs: int,
 ) -> Tensor:
     rows, width = part.shape[0], part.shape[1] * part.itemsize // 4
-    views = part.view(torch.int32), buffers, state, out.view(torch.int32)
-    constants = {"RANKS": len(buffers), "WIDTH": width, "PAIRS": part.dtype == torch.bfloat16, "TILE": TILE}
+    views = part.view(torch.int32), buffers, state, stalled, out.view(torch.int32)
+    pairs = part.dtype == torch.bfloat16
+    constants = {"RANKS": len(buffers), "WIDTH": width, "PAIRS": pairs, "TILE": TILE, "PATIENCE": PATIENCE}
     grid = (min(programs, -(-rows * width // TILE)),)
-    _kernel[grid](*views, rows, rank, capacity, polls, **constants, num_warps=WARPS, maxnreg=REGISTERS)
+    _kernel[grid](*views, rows, rank, capacity, polls, **constants, **_OPTIONS)
     return out
 
 
 def ahead_of_time() -> list[Build]:
-    types = {"part": "*i32", "buffers": "*i64", "state": "*i64", "out": "*i32"}
+    types = {"part": "*i32", "buffers": "*i64", "state": "*i64", "stalled": "*i64", "out": "*i32"}
     types |= dict.fromkeys(("num_rows", "rank", "capacity", "polls"), "i32")
-    options = {"num_warps": WARPS, "maxnreg": REGISTERS}
+    sizes = {"TILE": TILE, "PATIENCE": PATIENCE}
     forms = ((2, 6400, True), (4, 3200, True), (8, 3200, False))
     return [
-        Build(
-            _kernel,
-            types,
-            {"RANKS": ranks, "WIDTH": width, "PAIRS": pairs, "TILE": TILE},
-            {"num_warps": WARPS, "maxnreg": REGISTERS},
-        )
+        Build(_kernel, types, {"RANKS": ranks, "WIDTH": width, "PAIRS": pairs} | sizes, _OPTIONS)
         for ranks, width, pairs in forms
     ]

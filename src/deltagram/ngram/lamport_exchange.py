@@ -56,7 +56,7 @@ class LamportExchange:
         return GatheredRows(values.view(*hashes.shape, tables.stores[0].format.dim))
 
     def check(self) -> None:
-        """Waits for the stream's exchanges. Raises HangError if one gave up."""
+        """Raises HangError if an exchange that has ended gave up."""
         self.gather.check()
 
 

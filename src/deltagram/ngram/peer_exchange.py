@@ -65,7 +65,8 @@ class PeerExchange:
         self.rank, self.row_bytes = tables.rank, self.stores[0].format.row_bytes
         self.flags, self.ids, self.rows = memory.addresses(), memory.addresses(at_ids), memory.addresses(at_rows)
         self.asking = self.ids[self.rank : self.rank + 1] if same_tokens else self.ids
-        self.epoch, self.stalled = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
+        self.epoch = torch.zeros(1, dtype=torch.int64, device=device)
+        self.stalled = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.slices = torch.zeros(len(self.stores), dtype=torch.int64, device=device)
         held = [cut.rows(self.rank) for cut in tables.splits]
         self.bounds = torch.tensor([(rows.start, rows.stop) for rows in held], device=device)
@@ -98,11 +99,11 @@ class PeerExchange:
         return UnpackedRows(self, packed)
 
     def check(self) -> None:
-        """Waits for the stream's exchanges. Raises HangError if a barrier gave up: the rows it guarded are void."""
+        """Raises HangError if a barrier of an exchange that has ended gave up: the rows it guarded are void."""
         missing = int(self.stalled)
         if missing:
             ranks = ", ".join(str(rank) for rank in range(self.tables.ranks) if missing >> rank & 1)
-            raise HangError(f"rank {ranks} did not come to barrier {int(self.epoch)} of the peer exchange")
+            raise HangError(f"rank {ranks} did not come to a barrier of the peer exchange")
 
     def release(self) -> None:
         """Give the memory back, and after an error start anew: every rank does, between steps."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deltagram.kernels.lamport_gather import REGISTERS, SENTINEL, STALLED, WARPS, lamport_gather
+from deltagram.kernels.lamport_gather import REGISTERS, SENTINEL, WARPS, lamport_gather
 from deltagram.parallel.groups import Communicator
 from deltagram.parallel.peer_memory import PeerMemory
 from deltagram.parallel.residency import DeviceResources, Footprint, Spinner, co_residency_budget
@@ -62,7 +62,8 @@ class LamportAllGather:
         self.blocks, self.polls, self.communicator = blocks, polls, communicator
         self.capacity = _capacity(max_rows, width, dtype)
         self.buffers = memory.addresses()
-        self.state = torch.zeros(4, dtype=torch.int64, device=memory.device)
+        self.state = torch.zeros(3, dtype=torch.int64, device=memory.device)
+        self.stalled = torch.zeros(1, dtype=torch.int64, pin_memory=memory.device.type == "cuda")
         self._arm()
 
     @staticmethod
@@ -90,12 +91,12 @@ class LamportAllGather:
         return out
 
     def _gather(self, part: Tensor, out: Tensor) -> Tensor:
-        given = part, self.buffers, self.state, out
+        given = part, self.buffers, self.state, self.stalled, out
         return lamport_gather(*given, self.memory.rank, self.capacity, self.polls, self.blocks)
 
     def check(self) -> None:
-        """Waits for the stream's gathers. Raises HangError if one gave up: what it gathered is void."""
-        if int(self.state[STALLED]):
+        """Raises HangError if a gather that has ended gave up: what it gathered is void."""
+        if int(self.stalled):
             raise HangError("a Lamport gather gave up: a rank did not send its part")
 
     def release(self) -> None:
@@ -106,6 +107,7 @@ class LamportAllGather:
         """Have memory again; captured graphs stay valid."""
         self.memory.take_back()
         self.state.zero_()
+        self.stalled.zero_()
         self._arm()
 
     def _arm(self) -> None:
