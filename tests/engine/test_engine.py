@@ -72,7 +72,7 @@ def alone(llm: LLM) -> dict[tuple[int, ...], list[int]]:
 def test_a_fault_ends_the_step_s_requests_and_no_others(
     llm: LLM, alone: dict[Any, list[int]], monkeypatch: pytest.MonkeyPatch, layer: type, padded: bool
 ) -> None:
-    engine = make(llm, buckets=Ladder((80,), (2,)) if padded else None)
+    engine = make(llm, buckets=Ladder((2,), (80,), 2) if padded else None)
     first, second = (engine.add_request(LONG, GREEDY, 0) for _ in range(2))
     waiting = engine.add_request(SHORT, GREEDY, 0)
     while first.num_output < 2:
@@ -128,17 +128,19 @@ def test_the_runner_refuses_a_stale_plan(engine: Engine) -> None:
     request = engine.add_request(LONG, GREEDY, 0)
     stale = engine.scheduler.schedule()
     assert stale is not None
-    engine.runner.execute(stale)
+    engine.runner.launch(stale)
     with pytest.raises(RuntimeError, match=r"the step starts at 0"):  # the state has gone on
-        engine.runner.execute(stale)
+        engine.runner.launch(stale)
+    engine.scheduler.retire(stale)
     engine.scheduler.preempt(request)
     with pytest.raises(RuntimeError, match=f"is not request {request.id}'s"):
-        engine.runner.execute(stale)
+        engine.runner.launch(stale)
     newer = engine.scheduler.schedule()
     assert newer is not None and newer.plan.entries[0].slot == stale.plan.entries[0].slot
     with pytest.raises(RuntimeError, match="generation 1, is not request"):  # the same slot and request, another stay
-        engine.runner.execute(stale)
-    engine.runner.execute(newer)
+        engine.runner.launch(stale)
+    engine.runner.launch(newer)
+    engine.scheduler.retire(newer)
     engine.abort(request)
 
 
@@ -170,7 +172,7 @@ def test_prompt_logits_survive_preemption(engine: Engine) -> None:
 
 def test_padding_writes_nothing(llm: LLM, alone: dict[Any, list[int]]) -> None:
     """The pad slot keeps its poison through padded steps, and so does a page nobody owns."""
-    engine = make(llm, buckets=Ladder((80,), (2,)), num_pages=4)
+    engine = make(llm, buckets=Ladder((2,), (80,), 2), num_pages=4)
     request = engine.add_request(LONG, GREEDY, 0)
     finish(engine)
     assert tokens_of(request) == alone[LONG] and engine.stats.padding_tokens > 80

@@ -70,15 +70,16 @@ class Bench:
         self.shared, self.single = (LLM(folder, **options, max_num_sequences=1, max_num_tokens=256) for _ in range(2))
         self.alone = cache(self._alone)
 
-    def engine(self, slots: int, max_num_tokens: int, num_pages: int, padded: bool) -> Engine:
+    def engine(self, slots: int, max_num_tokens: int, num_pages: int, padded: bool, ahead: bool) -> Engine:
         sizes = {"max_num_sequences": slots, "max_num_tokens": max_num_tokens}
-        ladder = Ladder((1, 3, 16, 64, 96, 256), (2, 4))
+        ladder = Ladder((1, 3, 4), (1, 3, 16, 64, 96, 256), 4)
         return Engine(
             self.shared.engine.model,
             dataclasses.replace(self.shared.settings, **sizes),
             self.shared.tokenizer,
             num_pages=num_pages,
             buckets=ladder if padded else ExactBuckets(),
+            ahead=ahead,
         )
 
     def _alone(self, length: int, seed: int, variant: int, sequence: int) -> Result:
@@ -138,6 +139,7 @@ class Schedule:
     spare_tokens: int
     spare_pages: int
     padded: bool
+    ahead: bool  # a step is planned while another runs
     events: list[tuple[int, str, int]]  # step it comes before, what, whom
 
 
@@ -153,6 +155,7 @@ schedules = st.builds(
     spare_tokens=st.sampled_from((0, 1, 40, 100)),
     spare_pages=st.sampled_from((0, 0, 1, 1, 2, 3)),
     padded=st.booleans(),
+    ahead=st.booleans(),
     events=st.lists(
         st.tuples(st.integers(1, 24), st.sampled_from(("preempt", "preempt", "abort", "break off")), st.integers(0, 9)),
         max_size=4,
@@ -164,7 +167,7 @@ def run(schedule: Schedule, bench: Bench, seen: Counter[str]) -> None:
     wanted: dict[int, tuple[Request, Result]] = {}
     pages = max(-(-(length + VARIANTS[variant].max_tokens) // 64) for length, _, variant, _ in schedule.requests)
     max_num_tokens = 63 + schedule.slots + schedule.spare_tokens
-    engine = bench.engine(schedule.slots, max_num_tokens, pages + schedule.spare_pages, schedule.padded)
+    engine = bench.engine(schedule.slots, max_num_tokens, pages + schedule.spare_pages, schedule.padded, schedule.ahead)
     scheduler, results, step = engine.scheduler, Results(), 0
     while engine.has_work or any(arrival >= step for *_, arrival in schedule.requests):
         for length, seed, variant, arrival in schedule.requests:
@@ -176,12 +179,14 @@ def run(schedule: Schedule, bench: Bench, seen: Counter[str]) -> None:
         for when, event, whom in schedule.events:
             if when != step:
                 continue
+            results.take(engine.drain())
             if event == "preempt" and scheduler.running:
                 scheduler.preempt(scheduler.running[whom % len(scheduler.running)])
             elif event == "abort" and wanted:
                 engine.abort(wanted[whom % len(wanted)][0])
             elif event == "break off" and (scheduled := scheduler.schedule()) is not None:
-                engine.runner.execute(scheduled)  # an interrupt right after
+                engine.runner.launch(scheduled)  # an interrupt right after
+                scheduler.retire(scheduled)
                 scheduler.undo(scheduled)
             seen[event] += 1
         before = scheduler.num_preemptions

@@ -56,6 +56,13 @@ class Host:
         assert oldest is None or oldest in scheduled.requests, "the oldest request always gets on"
         return scheduled
 
+    def ahead(self) -> Scheduled | None:
+        """A step planned while another runs."""
+        scheduled = self.scheduler.schedule(ahead=True)
+        for entry, request in zip(scheduled.plan.entries, scheduled.requests, strict=True) if scheduled else ():
+            self.slots.advance(entry.slot, entry.generation, request.id, entry.start, entry.num_new)
+        return scheduled
+
     def check(self, scheduled: Scheduled) -> None:
         plan, requests = scheduled.plan, scheduled.requests
         assert plan.num_tokens <= self.max_num_tokens and len(requests) == len(plan.entries) <= self.num_slots
@@ -79,6 +86,7 @@ class Host:
         assert len(owned) == len(set(owned)) == self.num_pages - self.pages.num_free
 
     def run(self, scheduled: Scheduled) -> None:
+        self.scheduler.retire(scheduled)
         for entry, request in zip(scheduled.plan.entries, scheduled.requests, strict=True):
             if entry.samples:
                 request.tokens.append(7)
@@ -120,7 +128,7 @@ def test_any_sequence_of_events_leaves_nothing_behind(
     events: list[tuple[str, int, int]], num_slots: int, num_pages: int, more: int, padded: bool
 ) -> None:
     size = CHUNK - 1 + num_slots + more
-    buckets = Ladder((1, 2, 4, 16, size), (num_slots,)) if padded else ExactBuckets()
+    buckets = Ladder(tuple(range(1, num_slots + 1)), (1, 2, 4, 16, size), num_slots) if padded else ExactBuckets()
     host, twin = (Host(num_slots, num_pages, size, buckets) for _ in range(2))
     requests: list[tuple[Request, Request]] = []
     for event, number, tokens in events:
@@ -133,7 +141,11 @@ def test_any_sequence_of_events_leaves_nothing_behind(
             else:
                 assert scheduled.plan.digest() == same.plan.digest(), "ranks would part"
                 for each, done in ((host, scheduled), (twin, same)):
-                    each.scheduler.undo(done) if event == "undo" else each.run(done)
+                    if event == "step":
+                        each.run(done)
+                    else:
+                        each.scheduler.retire(done)
+                        each.scheduler.undo(done)
         elif event == "abort" and requests:
             for each, request in zip((host, twin), requests[number % len(requests)], strict=True):
                 if request.status is not Status.FINISHED:
@@ -145,6 +157,40 @@ def test_any_sequence_of_events_leaves_nothing_behind(
     host.finish(at_most=sum(request.max_length for request, _ in requests) + 1)
     freed_slots, freed_pages = host.scheduler.take_freed()
     assert set(freed_slots) <= set(range(num_slots)) and set(freed_pages) <= set(range(num_pages))
+
+
+def test_a_step_is_planned_while_another_runs() -> None:
+    """What decodes goes on; who must see its token first waits, as does one whose token on its way is its last."""
+    host = Host(num_slots=3, num_pages=8)
+    goes_on, last, bound = (host.add(make_request(number, 3, 9 if number != 1 else 1)) for number in range(3))
+    bound.constraint = object()  # type: ignore[assignment]
+    first = host.step()
+    assert first is not None and len(first.requests) == 3
+    second = host.ahead()
+    assert second is not None and second.requests == (goes_on,)
+    assert kinds(second.plan) == [("DECODE", 3, 1)]
+    host.run(first)
+    assert last.status is Status.FINISHED and not bound.in_flight and goes_on.in_flight == 1
+    third = host.ahead()
+    assert third is not None and third.requests == (goes_on, bound) and third.plan.entries[0].start == 4
+    host.run(second)
+    host.run(third)
+    host.finish(at_most=20)
+
+
+def test_nothing_is_taken_from_anybody_while_a_step_runs() -> None:
+    host = Host(num_slots=2, num_pages=2)
+    old, young = (host.add(make_request(number, 63, 60)) for number in range(2))
+    scheduled = [host.step(), host.ahead()]
+    assert [each and each.requests for each in scheduled] == [(old, young)] * 2  # both pages are full now
+    assert host.ahead() is None and host.scheduler.num_preemptions == 0
+    for each in scheduled:
+        assert each is not None
+        host.run(each)
+    after = host.step()
+    assert after is not None and after.requests == (old,) and host.scheduler.num_preemptions == 1
+    host.run(after)
+    host.finish(at_most=200)
 
 
 def test_one_token_of_what_is_known_is_prefill() -> None:
@@ -200,10 +246,10 @@ def test_decodes_never_keep_the_oldest_prefill_waiting() -> None:
 
 
 def test_a_ladder_must_hold_the_largest_step() -> None:
-    with pytest.raises(ValueError, match="a step of 128 tokens is larger than the largest bucket, 64"):
-        Host(buckets=Ladder((64,), (3,)))
-    with pytest.raises(ValueError, match="a step of 3 sequences is larger than the largest bucket, 2"):
-        Host(buckets=Ladder((128,), (1, 2)))
+    with pytest.raises(ValueError, match="a step of 128 tokens and 3 sequences is larger than the largest, of 64 tok"):
+        Host(buckets=Ladder((3,), (64,), 3))
+    with pytest.raises(ValueError, match="3 sequences is larger than the largest, of 128 tokens and 2 sequences"):
+        Host(buckets=Ladder((3,), (128,), 2))
 
 
 def test_requests_wait_their_turn() -> None:
@@ -265,6 +311,7 @@ def test_an_undone_step_is_computed_anew_in_the_old_order() -> None:
     host.go()
     scheduled = host.step()
     assert scheduled is not None
+    host.scheduler.retire(scheduled)
     host.scheduler.undo(scheduled)
     assert list(host.scheduler.waiting) == [first, second] and not host.scheduler.running
     assert kinds(host.go().plan) == [("PREFILL", 0, 11), ("PREFILL", 0, 11)]

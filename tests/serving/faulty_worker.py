@@ -6,7 +6,7 @@ import sys
 from deltagram.engine.runner import Runner
 from deltagram.serving import worker
 
-execute = Runner.execute
+launch = Runner.launch
 
 
 def faulty(self, scheduled):
@@ -15,8 +15,8 @@ def faulty(self, scheduled):
             raise RuntimeError(f"could not run {bytes(request.prompt).decode()}")
         if 2 in request.prompt:
             os._exit(9)
-    return execute(self, scheduled)
+    return launch(self, scheduled)
 
 
-Runner.execute = faulty
+Runner.launch = faulty
 worker.serve(int(sys.argv[1]))

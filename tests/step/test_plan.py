@@ -75,17 +75,34 @@ def test_the_bound_on_chunks_is_reached() -> None:
 
 def test_buckets() -> None:
     assert ExactBuckets().fit(5, 2, mixed=True) == Bucket(5, 2, True)
-    ladder = Ladder(tokens=(1, 4, 64), sequences=(2, 8))
-    assert ladder.fit(1, 1, mixed=False) == Bucket(1, 2, False)
-    assert ladder.fit(5, 3, mixed=True) == Bucket(64, 8, True)
-    assert str(ladder.fit(64, 8, True)) == "64x8m" and str(ladder.fit(4, 2, False)) == "4x2t"
-    with pytest.raises(ValueError, match="a step of 65 tokens is larger than the largest bucket, 64"):
+    ladder = Ladder(decode=(1, 4, 16), mixed=(16, 64), sequences=8, max_draft=1)
+    assert ladder.fit(1, 1, mixed=False) == Bucket(1, 1, False, 1)
+    assert ladder.fit(5, 3, mixed=False) == Bucket(16, 8, False, 1)
+    assert ladder.fit(5, 3, mixed=True) == Bucket(16, 8, True, 1)
+    assert str(ladder.fit(64, 8, True)) == "64x8m" and str(ladder.fit(4, 2, False)) == "4x4t"
+    assert [str(bucket) for bucket in ladder.buckets] == ["64x8m", "16x8m", "16x8t", "4x4t", "1x1t"]
+    with pytest.raises(ValueError, match="65 tokens and 1 sequences is larger than the largest, of 64 tokens and 8"):
         ladder.fit(65, 1, mixed=True)
-    with pytest.raises(ValueError, match="a step of 9 sequences"):
+    with pytest.raises(ValueError, match="a step of 9 tokens and 9 sequences"):
         ladder.fit(9, 9, mixed=False)
+
+
+@pytest.mark.parametrize(("most", "sequences", "drafts"), [(512, 16, 0), (2048, 64, 5), (79, 1, 3), (100, 37, 0)])
+def test_a_ladder_holds_every_step_with_little_padding(most: int, sequences: int, drafts: int) -> None:
+    ladder = Ladder.of(most, sequences, drafts)
+    for mixed, largest in ((True, most), (False, sequences * (1 + drafts))):
+        sizes = [ladder.fit(tokens, 1, mixed).tokens for tokens in range(1, largest + 1)]
+        padding = [(size - tokens) / size for tokens, size in enumerate(sizes, 1) if tokens >= 8 or not mixed]
+        assert sum(padding) / len(padding) < 0.15
+    assert len(ladder.buckets) < 60
+
+
+def test_what_a_bucket_samples_at_most() -> None:
+    assert Bucket(64, 8, True).num_samples == 8 and Bucket(4, 8, False).num_samples == 4
+    assert Bucket(64, 8, True, max_draft=5).num_samples == 48 and Bucket(64, 8, True, samples=3).num_samples == 3
 
 
 @pytest.mark.parametrize("tokens", [(), (0, 4), (4, 4), (8, 4)])
 def test_a_ladder_that_does_not_rise_is_refused(tokens: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="a ladder's tokens must be increasing and positive"):
-        Ladder(tokens, (1,))
+    with pytest.raises(ValueError, match="a ladder's mixed must be increasing and positive"):
+        Ladder((1,), tokens, 1)

@@ -52,7 +52,7 @@ def test_the_table_is_what_a_loop_over_the_plan_says(parts, padded, random) -> N
             grants.append(PageGrant(row, index, random.randrange(100)))
     old_pages = page_table.clone()
     total, mixed = sum(new for _, _, new, _ in parts), parts[-1][0] is Kind.PREFILL
-    buckets = Ladder((512,), (8,)) if padded else ExactBuckets()
+    buckets = Ladder((512,), (512,), 8, max_draft=3) if padded else ExactBuckets(max_draft=3)
     plan = StepPlan(0, buckets.fit(total, len(parts), mixed), tuple(entries), tuple(grants))
     packed = pack(plan, PAGE, pad_row=ROWS, pad_slot=42)
     assert packed.dtype == np.int32
@@ -63,10 +63,18 @@ def test_the_table_is_what_a_loop_over_the_plan_says(parts, padded, random) -> N
     assert torch.equal(page_table[:ROWS], old_pages[:ROWS])
     assert 0 <= page_table[ROWS, 0] < 1 << 21
     spare, spare_tokens = plan.bucket.sequences - len(parts), plan.bucket.tokens - total
-    column = {name: getattr(table, name).tolist() for name in ("kind", "row", "slot", "samples", "num_draft", "length")}
+    fields = "kind", "row", "slot", "cu_tokens", "cu_samples", "num_draft", "length"
+    column = {name: getattr(table, name).tolist() for name in fields}
     assert column["kind"] == [entry.kind for entry in entries] + [Kind.PAD] * spare
     assert column["row"] == rows + [ROWS] * spare and column["slot"] == rows + [42] * spare
-    assert column["samples"] == [entry.samples for entry in entries] + [0] * spare
+    counts = [entry.num_samples for entry in entries]
+    assert column["cu_samples"] == [sum(counts[:n]) for n in range(len(entries))] + [sum(counts)] * (spare + 1)
+    sampled = [
+        token
+        for n, count in enumerate(counts)
+        for token in range(column["cu_tokens"][n + 1] - count, column["cu_tokens"][n + 1])
+    ]
+    assert table.sampled.tolist()[: sum(counts)] == sampled and not table.sampled[sum(counts) :].any()
     assert column["num_draft"] == [entry.num_draft for entry in entries] + [0] * spare
     assert column["length"] == [start + new for _, start, new, _ in parts] + [0] * spare
     assert table.start.tolist() == [start for _, start, _, _ in parts] + [0] * spare
@@ -90,16 +98,15 @@ def test_the_table_is_what_a_loop_over_the_plan_says(parts, padded, random) -> N
     assert table.cache_index.dtype == torch.int64
 
 
-def test_a_history_row_starts_over_and_grows() -> None:
+def test_a_history_row_starts_over() -> None:
     history = TokenHistory(3, 8, CPU)
     history.admit(1, [5, 6, 7])
     assert (history.lengths.tolist(), history.committed.tolist()) == ([0, 3, 0], [0, 0, 0])
-    history.admit(0, [9])
-    history.append(torch.tensor([1, 0]), torch.tensor([4, 3]))
-    assert history.tokens[1, :4].tolist() == [5, 6, 7, 4] and history.tokens[0, :2].tolist() == [9, 3]
-    assert (history.lengths.tolist(), history.committed.tolist()) == ([2, 4, 0], [1, 1, 0])
+    assert history.tokens[1, :3].tolist() == [5, 6, 7]
+    history.committed[1] = 2
     history.admit(1, [2, 2])  # another owner
-    assert history.lengths.tolist() == [2, 2, 0] and history.committed.tolist() == [1, 0, 0]
+    assert history.lengths.tolist() == [0, 2, 0] and history.committed.tolist() == [0, 0, 0]
+    assert history.tokens[1, :2].tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("tokens", [[], [1, -1], [0] * 9])

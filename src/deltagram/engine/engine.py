@@ -2,7 +2,8 @@
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from deltagram.attention.cache import PagePool, page_size
 from deltagram.engine.detokenizer import Detokenizer
 from deltagram.engine.params import SamplingParams
+from deltagram.engine.replicas import Replicas
 from deltagram.engine.request import Constraint, FinishReason, Request, Status
-from deltagram.engine.runner import Runner, StepOutput
+from deltagram.engine.runner import Launched, Runner, Sampled
 from deltagram.engine.scheduler import Scheduled, Scheduler
 from deltagram.engine.settings import Resolved
 from deltagram.engine.tokenizer import Tokenizer
@@ -52,6 +54,7 @@ class Stats:
     padding_tokens: int = 0
     memory_rows: int = 0
     preemptions: int = 0
+    eager_segments: int = 0  # parts of steps that no graph held, where steps are captured
     seconds: float = 0.0
     peak_pages: int = 0
     num_pages: int = 0
@@ -62,10 +65,17 @@ class Stats:
 MAX_RECORDS = 100_000
 
 
+class DeviceFault(RuntimeError):
+    """The device has failed and takes no more work: the process must be started anew."""
+
+
 class Engine:
     """Runs requests on one model. Not thread-safe: one caller adds, steps and aborts.
 
-    `tokenizer` turns tokens into text; without one the deltas have token ids alone.
+    `tokenizer` turns tokens into text; without one the deltas have token ids alone. On a GPU, steps are captured before
+    the first request, unless the settings say `eager`; `progress` is told how many of how many are done. `ahead` says
+    whether a step is planned while another runs, as it is by default on a GPU. `replicas` has the engine step together
+    with those of other ranks.
     """
 
     def __init__(
@@ -75,15 +85,28 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         num_pages: int | None = None,
         buckets: ExactBuckets | Ladder | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+        ahead: bool | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
-        self.model, self.settings, self.tokenizer = model, settings, tokenizer
+        self.model, self.settings, self.tokenizer, self.replicas = model, settings, tokenizer, replicas
         page = page_size(model.block_size)
         num_pages = num_pages or pages_that_fit(model, settings)
         slots, pages = SlotPool(settings.max_num_sequences), PagePool(num_pages)
         ends = model.config.stop_token_ids + (tokenizer.eos_token_ids if tokenizer else ())
         self.end_token_ids = tuple(dict.fromkeys(token for token in ends if token < model.config.vocab_size))
-        self.runner = Runner(model, settings, slots, num_pages, self.end_token_ids)
-        self.scheduler = Scheduler(slots, pages, page, settings.max_num_tokens, buckets or ExactBuckets())
+        sizes = settings.max_num_tokens, settings.max_num_sequences
+        on_gpu = settings.device.type == "cuda"
+        buckets = buckets or (Ladder.of(*sizes) if on_gpu else ExactBuckets())
+        largest = buckets.fit(*sizes, mixed=True)
+        self.runner = Runner(model, settings, slots, num_pages, self.end_token_ids, largest)
+        self.scheduler = Scheduler(slots, pages, page, settings.max_num_tokens, buckets)
+        if on_gpu and not settings.eager:
+            assert isinstance(buckets, Ladder), "graphs have fixed sizes"
+            self.runner.capture(buckets, progress)
+        self._depth = 2 if (on_gpu if ahead is None else ahead) else 1  # steps that run at once
+        self._in_flight: deque[tuple[Launched, float]] = deque()  # and when each was launched
+        self._last_end = 0.0
         self.max_length = min(settings.max_context, num_pages * page)
         self.stats = Stats(num_pages=num_pages)
         self._next_id = 0
@@ -159,48 +182,111 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._in_flight)
 
     def step(self) -> list[Delta]:
-        """Run one step and return what it added; an empty list when there was nothing to run, or no token yet.
+        """Launch a step, and return what the last one added; an empty list when there was nothing to run, or no token
+        yet. On a GPU a step is launched before the tokens of the one ahead of it are looked at.
 
         An exception in the step ends its requests with FinishReason.ERROR; others are not touched. An interrupt
-        (ctrl-C) is passed on, and the step's requests are computed anew.
+        (ctrl-C) is passed on, and the requests of all steps that run are computed anew. Raises DeviceFault where the
+        device has failed: nothing can be computed any more.
         """
-        scheduled = self.scheduler.schedule()
-        if scheduled is None:
-            return []
-        freed = self.scheduler.take_freed()
-        began = time.perf_counter()
         deltas: list[Delta] = []
         try:
-            if self.settings.poison:
-                self.runner.poison_freed(*freed)
-            output = self.runner.execute(scheduled)
-            self._record(scheduled, time.perf_counter() - began)
-            for i in range(len(output.requests)):
-                deltas.append(self._deliver(output, i))
-        except Exception as error:
-            return deltas + self._fail(scheduled, error)
+            launched = len(self._in_flight) < self._depth and self._launch(deltas)
+            if self._in_flight and (len(self._in_flight) == self._depth or not launched):
+                self._retire(deltas)
+        except torch.AcceleratorError as error:
+            raise DeviceFault(f"the device failed: {error}") from error
+        except DeviceFault:
+            raise
         except BaseException:
-            self.scheduler.undo(scheduled)
+            self._break_off()
             raise
         return deltas
 
-    def _deliver(self, output: StepOutput, i: int) -> Delta:
-        request, token = output.requests[i], output.tokens[i]
-        request.tokens.append(token)
-        if request.constraint is not None:
-            try:
-                request.constraint.accept(token)
-            except Exception as error:
-                self.scheduler.finish(request, FinishReason.ERROR)
-                return Delta(request, "", (token,), (), FinishReason.ERROR, error)
-        reason, text = self._consume(request, token)
-        if reason is not None:
-            self.scheduler.finish(request, reason)
-        logprobs = (_logprobs(output, i, request.params.logprobs),) if request.params.logprobs is not None else ()
-        return Delta(request, text, (token,), logprobs, reason)
+    def drain(self) -> list[Delta]:
+        """Wait for the steps that run, and return what they added; nothing is launched."""
+        deltas: list[Delta] = []
+        while self._in_flight:
+            self._retire(deltas)
+        return deltas
+
+    def _launch(self, deltas: list[Delta]) -> bool:
+        """Whether there was a step to launch."""
+        scheduled = self.scheduler.schedule(ahead=bool(self._in_flight))
+        if scheduled is None:
+            if self.replicas is not None:
+                self.replicas.step_without_work()
+            return False
+        freed = self.scheduler.take_freed()
+        began = time.perf_counter()
+        try:
+            if self.settings.poison:
+                self.runner.poison_freed(*freed)
+            with self.replicas.step(scheduled.plan) if self.replicas else nullcontext():
+                self._in_flight.append((self.runner.launch(scheduled), began))
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            self.scheduler.retire(scheduled)
+            deltas += self._fail(scheduled, error)
+        except BaseException:
+            self.scheduler.retire(scheduled)
+            self.scheduler.undo(scheduled)
+            raise
+        return True
+
+    def _retire(self, deltas: list[Delta]) -> None:
+        launched, began = self._in_flight[0]
+        try:
+            sampled = self.runner.retire(launched)
+            self._in_flight.popleft()
+            self.scheduler.retire(launched.scheduled)
+            self._record(launched, began)
+            for each in sampled:
+                if each.request.status is Status.RUNNING:
+                    deltas.append(self._deliver(each))
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            if self._in_flight and self._in_flight[0][0] is launched:
+                self._in_flight.popleft()
+                self.scheduler.retire(launched.scheduled)
+            deltas += self._fail(launched.scheduled, error)
+
+    def _break_off(self) -> None:
+        """Drop what runs: its requests are computed anew."""
+        if self.runner.stream is not None:
+            self.runner.stream.synchronize()
+        dropped = [launched.scheduled for launched, _ in self._in_flight]
+        self._in_flight.clear()
+        for scheduled in dropped:
+            self.scheduler.retire(scheduled)
+        for scheduled in dropped:
+            self.scheduler.undo(scheduled)
+
+    def _deliver(self, sampled: Sampled) -> Delta:
+        request, texts, taken, reason = sampled.request, [], 0, None
+        for token in sampled.tokens:
+            request.tokens.append(token)
+            taken += 1
+            if request.constraint is not None:
+                try:
+                    request.constraint.accept(token)
+                except Exception as error:
+                    self.scheduler.finish(request, FinishReason.ERROR)
+                    return Delta(request, "", (token,), (), FinishReason.ERROR, error)
+            reason, text = self._consume(request, token)
+            texts.append(text)
+            if reason is not None:
+                self.scheduler.finish(request, reason)
+                break
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if request.params.logprobs is not None:
+            logprobs = tuple(_logprobs(sampled, i, request.params.logprobs) for i in range(taken))
+        return Delta(request, "".join(texts), tuple(sampled.tokens[:taken]), logprobs, reason)
 
     def _consume(self, request: Request, token: int) -> tuple[FinishReason | None, str]:
         """Whether the token ends its request, and the text it brings out."""
@@ -224,14 +310,18 @@ class Engine:
             self.scheduler.finish(request, FinishReason.ERROR)
         return [Delta(request, "", (), (), FinishReason.ERROR, error) for request in failed]
 
-    def _record(self, scheduled: Scheduled, seconds: float) -> None:
-        plan, stats = scheduled.plan, self.stats
+    def _record(self, launched: Launched, began: float) -> None:
+        """Count a step. Its time is its own: from when it was launched, or the step ahead of it ended, to now."""
+        plan, stats, now = launched.scheduled.plan, self.stats, time.perf_counter()
+        seconds = now - max(began, self._last_end)
+        self._last_end = now
         prefill = sum(entry.num_new for entry in plan.entries if entry.kind is Kind.PREFILL)
         stats.prefill_tokens += prefill
         stats.decode_tokens += plan.num_tokens - prefill
         stats.padding_tokens += plan.bucket.tokens - plan.num_tokens
         stats.memory_rows += plan.num_tokens * self._rows_a_token
         stats.preemptions = self.scheduler.num_preemptions
+        stats.eager_segments += launched.num_eager
         stats.seconds += seconds
         stats.num_steps += 1
         stats.peak_pages = max(stats.peak_pages, self.scheduler.pages.num_pages - self.scheduler.pages.num_free)
@@ -257,8 +347,9 @@ def pages_that_fit(model: Model, settings: Resolved) -> int:
     return min(wanted, fitting)
 
 
-def _logprobs(output: StepOutput, i: int, count: int) -> TokenLogprobs:
-    sampled = output.sampled
-    assert sampled.logprobs is not None and sampled.top_tokens is not None and sampled.top_logprobs is not None
-    top = zip(sampled.top_tokens[i, :count].tolist(), sampled.top_logprobs[i, :count].tolist(), strict=True)
-    return TokenLogprobs(output.tokens[i], float(sampled.logprobs[i]), tuple(top))
+def _logprobs(sampled: Sampled, i: int, count: int) -> TokenLogprobs:
+    output, row = sampled.output, sampled.first + i
+    assert output is not None and output.logprobs is not None
+    assert output.top_tokens is not None and output.top_logprobs is not None
+    top = zip(output.top_tokens[row, :count].tolist(), output.top_logprobs[row, :count].tolist(), strict=True)
+    return TokenLogprobs(sampled.tokens[i], float(output.logprobs[row]), tuple(top))

@@ -54,7 +54,7 @@ class Request:
 
     `tokens` are the prompt's and the output's; `computed` of them have been scheduled. A request is prefilled up to
     `prefill_target`, its length when it was (re)admitted, and decodes from there: which of the two it does next follows
-    from these alone.
+    from these alone. While a step that samples for it is `in_flight`, its last token is known to the device alone.
     """
 
     id: int
@@ -72,6 +72,7 @@ class Request:
     finish_reason: FinishReason | None = None
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
+    in_flight: int = 0  # steps that run and will bring it a token
     prefill_target: int = 0
     slot: int = -1
     generation: int = 0
@@ -86,6 +87,11 @@ class Request:
     def num_output(self) -> int:
         """Tokens generated so far."""
         return len(self.tokens) - len(self.prompt)
+
+    @property
+    def needs_last_token(self) -> bool:
+        """Whether its next step cannot be planned before the host knows the token of the last one."""
+        return self.in_flight > 0 and self.constraint is not None
 
     @property
     def is_prefilling(self) -> bool:

@@ -1,7 +1,11 @@
-"""Executes step plans: owns the model, the pools and the token history, and nothing of the scheduling."""
+"""Executes step plans: owns the model, the pools and the token history, and nothing of the scheduling.
 
+A step is one sequence of operations at fixed places (`_run`), captured once a bucket on a GPU and replayed from then
+on. `launch` sets it going and `retire` waits for what it brought: in between the host is free to plan the next one.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -13,54 +17,94 @@ from deltagram.engine.scheduler import Scheduled
 from deltagram.engine.settings import Resolved
 from deltagram.gdn.core import LayerState
 from deltagram.gdn.state import SlotPool, allocate, ring_length
+from deltagram.graphs.buffers import Report, StepBuffers
+from deltagram.graphs.capture import StepGraphs
+from deltagram.kernels.commit_tokens import commit_tokens
 from deltagram.models.base import Model
+from deltagram.step.buckets import Ladder
 from deltagram.step.history import TokenHistory
-from deltagram.step.sequences import SequenceTable, pack, prepare
-
-MAX_DRAFT = 0  # drafted tokens a sequence may verify in one step
+from deltagram.step.plan import Bucket, StepPlan
+from deltagram.step.sequences import SequenceTable, pack, packed_size, prepare
 
 
 @dataclass(frozen=True, slots=True)
-class StepOutput:
-    """What a step sampled, for the sequences that yield a token, in plan order."""
+class Launched:
+    """A step that runs, or has run, and whose tokens nobody has looked at."""
 
-    requests: tuple[Request, ...]
+    scheduled: Scheduled
+    report: Report
+    sampled: SampleOutput | None
+    done: torch.cuda.Event | None
+    num_eager: int  # pieces of it that no graph holds
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a step brought one request: tokens, and where in `output` the first of them is."""
+
+    request: Request
     tokens: list[int]
-    sampled: SampleOutput
+    first: int
+    output: SampleOutput | None
 
 
 class Runner:
     """One model on one device, with pools for the requests of `slots` and `num_pages` pages.
 
-    `end_token_ids` are the model's own, which end a request unless it says otherwise.
+    `end_token_ids` are the model's own, which end a request unless it says otherwise. `largest` is the bucket that any
+    step fits in.
     """
 
     def __init__(
-        self, model: Model, settings: Resolved, slots: SlotPool, num_pages: int, end_token_ids: tuple[int, ...]
+        self,
+        model: Model,
+        settings: Resolved,
+        slots: SlotPool,
+        num_pages: int,
+        end_token_ids: tuple[int, ...],
+        largest: Bucket,
     ) -> None:
         self.model, self.settings, self.slots, self.end_token_ids = model, settings, slots, end_token_ids
-        self.device = settings.device
+        self.device, self.max_draft = settings.device, largest.max_draft
         self.page_size = page_size(model.block_size)
         num_slots = slots.num_slots
         self.history = TokenHistory(num_slots + 1, settings.max_context, self.device)
         pages_a_request = -(-settings.max_context // self.page_size)
         self.page_table = torch.zeros(num_slots + 1, pages_a_request, dtype=torch.int32, device=self.device)
+        self.buffers = StepBuffers(
+            packed_size(largest, self.page_size), largest.sequences, self.max_draft, self.device
+        )
         self._pools: list[Tensor] = []
         self._give_states(num_slots)
         self._give_pages(num_pages)
+        self._outputs: dict[Bucket, tuple[SequenceTable, Tensor]] = {}
+        self.graphs: StepGraphs | None = None
+        self.stream: torch.cuda.Stream | None = None
+        if self.device.type == "cuda":
+            self.stream = torch.cuda.Stream(self.device, priority=-1)
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    @torch.inference_mode()
+    def capture(self, ladder: Ladder, progress: Callable[[int, int], None]) -> None:
+        """Capture every bucket: nothing compiles and nothing is allocated from then on."""
+        assert self.stream is not None
+        self.graphs = StepGraphs(self._run, self._fill_with_padding, self.device)
+        with torch.cuda.stream(self.stream):
+            self.graphs.capture(ladder.buckets, self.settings.graph_bytes, progress)
+            self.buffers.start_over()
 
     def _give_states(self, num_slots: int) -> None:
         dtype, device, poisoned = self.settings.dtype, self.device, self.settings.poison
         for layer in self.model.linear_layers:
             shape = layer.num_value_heads, layer.value_dim, layer.key_dim
-            ring = ring_length(layer.conv_reach, MAX_DRAFT), layer.channels
+            ring = ring_length(layer.conv_reach, self.max_draft), layer.channels
             layer.state = LayerState(
                 allocate(num_slots, shape, self.settings.state_dtype, device, poisoned),
                 allocate(num_slots, ring, dtype, device, poisoned),
             )
             self._pools += [layer.state.recurrent, layer.state.conv]
         for memory in self.model.memory_layers:
-            ring = ring_length(memory.reach, MAX_DRAFT), memory.width
+            ring = ring_length(memory.reach, self.max_draft), memory.width
             memory.history = allocate(num_slots, ring, dtype, device, poisoned)
             self._pools.append(memory.history)
 
@@ -83,53 +127,114 @@ class Runner:
 
     def poison_freed(self, slots: list[int], pages: list[int]) -> None:
         """Fill what requests gave back with NaN: no result may depend on it."""
-        for pool in self._pools if slots else ():
-            poison(pool, slots)
-        for pool in self._page_pools if pages else ():
-            poison(pool, pages)
+        with torch.cuda.stream(self.stream):
+            for pool in self._pools if slots else ():
+                poison(pool, slots)
+            for pool in self._page_pools if pages else ():
+                poison(pool, pages)
 
     @torch.inference_mode()
-    def execute(self, scheduled: Scheduled) -> StepOutput:
-        """Run a step. Raises RuntimeError, before anything is computed, if a slot does not hold what the plan says."""
+    def launch(self, scheduled: Scheduled) -> Launched:
+        """Set a step going. Raises RuntimeError, before anything is computed, if a slot does not hold what the plan
+        says."""
         plan, requests = scheduled.plan, scheduled.requests
+        for entry, request in zip(plan.entries, requests, strict=True):
+            self.slots.advance(entry.slot, entry.generation, request.id, entry.start, entry.num_new, entry.num_draft)
+        with torch.cuda.stream(self.stream):
+            try:
+                return self._launch(scheduled)
+            except BaseException:
+                self.buffers.start_over()
+                raise
+
+    def _launch(self, scheduled: Scheduled) -> Launched:
+        plan, num_eager = scheduled.plan, 0
         for request in scheduled.admitted:
             self.history.admit(request.slot, request.tokens)
-        for entry, request in zip(plan.entries, requests, strict=True):
-            self.slots.advance(entry.slot, entry.generation, request.id, entry.start, entry.num_new)
-        packed = torch.from_numpy(pack(plan, self.page_size, pad_row=self.slots.pad, pad_slot=self.slots.pad))
-        table = prepare(packed.to(self.device), plan.bucket, self.history, self.page_table, self.page_size)
-        ends = accumulate(entry.num_new for entry in plan.entries)
-        last = [end - 1 for end, entry in zip(ends, plan.entries, strict=True) if entry.samples]
-        rows = torch.tensor(last, dtype=torch.int64, device=self.device) if len(last) < plan.bucket.tokens else None
-        if any(request.wants_prompt_logits for request in requests):
+        self._fill(plan)
+        if any(request.wants_prompt_logits for request in scheduled.requests):
+            self._run(plan.bucket, scheduled.requests)
+            num_eager = 1
+        elif self.graphs is not None:
+            num_eager = self.graphs.replay(plan.bucket)
+        else:
+            self._run(plan.bucket)
+        sampled = self._sample(scheduled, *self._outputs[plan.bucket])
+        report, done = self.buffers.report(), None
+        if self.stream is not None:
+            done = self.stream.record_event()
+        else:
+            self._outputs.clear()
+        return Launched(scheduled, report, sampled, done, num_eager)
+
+    def retire(self, launched: Launched) -> list[Sampled]:
+        """Wait for a step: what it brought each request that it sampled for, in plan order. Raises RuntimeError for a
+        step that is void."""
+        if launched.done is not None:
+            launched.done.synchronize()
+        if self.model.run_ahead is not None:
+            self.model.run_ahead.check()
+        scheduled, first, brought = launched.scheduled, 0, []
+        tokens = launched.report.tokens()
+        for n, (entry, request) in enumerate(zip(scheduled.plan.entries, scheduled.requests, strict=True)):
+            if entry.samples:
+                brought.append(Sampled(request, tokens[n], first, launched.sampled))
+            first += entry.num_samples
+        return brought
+
+    def _fill(self, plan: StepPlan) -> None:
+        self.buffers.fill(pack(plan, self.page_size, pad_row=self.slots.pad, pad_slot=self.slots.pad))
+
+    def _fill_with_padding(self, bucket: Bucket) -> None:
+        self._fill(StepPlan(0, bucket, ()))
+
+    def _run(self, bucket: Bucket, requests: tuple[Request, ...] = ()) -> None:
+        """The step whose table lies in the buffers. `requests` are given if some want the logits of their prompts."""
+        packed = self.buffers.packed[: packed_size(bucket, self.page_size)]
+        table = prepare(packed, bucket, self.history, self.page_table, self.page_size)
+        rows = None if not bucket.mixed and bucket.num_samples == bucket.tokens else table.sampled
+        if requests:
             hidden = self.model.forward(table, self.history)
             self._keep_prompt_logits(requests, table, hidden)
             hidden = hidden if rows is None else hidden[rows]
         else:
             hidden = self.model.forward(table, self.history, rows)
-        return self._sample(scheduled, table, hidden)
+        self._outputs[bucket] = table, self.model.logits(hidden)
 
-    def _sample(self, scheduled: Scheduled, table: SequenceTable, hidden: Tensor) -> StepOutput:
-        """hidden: [n, H], of the last token of each sequence that samples."""
-        entries = scheduled.plan.entries
-        sampling = [n for n, entry in enumerate(entries) if entry.samples]
-        requests = tuple(scheduled.requests[n] for n in sampling)
-        if not sampling:
-            return StepOutput((), [], SampleOutput(torch.empty(0, dtype=torch.int64), None, None, None))
-        sequence = torch.tensor(sampling, device=self.device)
-        logits = self.model.logits(hidden)
-        rows = [SampleRow(request.params, request.slot, request.seed) for request in requests]
-        tensors = SamplingTensors.build(rows, eos_token_ids=self.end_token_ids, device=self.device)
-        prompt_lengths = torch.tensor([len(request.prompt) for request in requests], device=self.device)
-        allowed = self._allowed(requests, logits.shape[1])
-        tokens = self.history.tokens
-        if tensors.sizes.penalized:  # counting goes over whole rows: only as far as there is text
-            tokens = tokens[:, : max(len(request.tokens) for request in requests)]
-        sampled = sample(logits, tensors, table.length[sequence], tokens, prompt_lengths, allowed)
-        self.history.append(table.row.long()[sequence], sampled.tokens)
-        return StepOutput(requests, sampled.tokens.tolist(), sampled)
+    def _sample(self, scheduled: Scheduled, table: SequenceTable, logits: Tensor) -> SampleOutput | None:
+        """Sample after the last token of each sequence that samples, and after each that a draft follows."""
+        plan = scheduled.plan
+        sampling = [
+            request
+            for entry, request in zip(plan.entries, scheduled.requests, strict=True)
+            for _ in range(entry.num_samples)
+        ]
+        sampled = None
+        if sampling:
+            rows = [SampleRow(request.params, request.slot, request.seed) for request in sampling]
+            tensors = SamplingTensors.build(rows, eos_token_ids=self.end_token_ids, device=self.device)
+            lengths = torch.tensor([len(request.prompt) for request in sampling], device=self.device)
+            allowed = self._allowed(sampling, logits.shape[1])
+            tokens = self.history.tokens
+            if tensors.sizes.penalized:  # counting goes over whole rows: only as far as there is text
+                tokens = tokens[:, : 1 + self.max_draft + max(len(request.tokens) for request in sampling)]
+            positions = table.position[table.sampled[: len(sampling)]] + 1
+            sampled = sample(logits[: len(sampling)], tensors, positions, tokens, lengths, allowed)
+        commit_tokens(
+            logits.new_empty(0, dtype=torch.int64) if sampled is None else sampled.tokens,
+            table.cu_samples,
+            table.row,
+            table.length,
+            table.num_draft,
+            self.history.tokens,
+            self.history.lengths,
+            self.history.committed,
+            self.buffers.steps,
+            self.buffers.tokens[: plan.bucket.sequences],
+        )
+        return sampled
 
-    def _allowed(self, requests: tuple[Request, ...], vocab_size: int) -> Tensor | None:
+    def _allowed(self, requests: list[Request], vocab_size: int) -> Tensor | None:
         """bool [N, V]: what the constraints of the requests allow; None if there are none."""
         if all(request.constraint is None for request in requests):
             return None

@@ -4,6 +4,10 @@ Every running request that decodes gets its token; what is left of the step's to
 request first. A chunk that is not a prompt's last ends on an absolute multiple of 64 tokens. When pages run out, the
 youngest running request gives all it owns back and waits, to be computed anew: so the oldest always gets on, and
 everything ends.
+
+A step may be planned while the last one runs, whose tokens the host has not seen. Then a request that decodes is
+planned on: if that token turns out to end it, what the next step does for it is in vain, and harmless. A request that
+cannot go on without its token is left out, and nothing is taken from a request.
 """
 
 from collections import deque
@@ -67,27 +71,31 @@ class Scheduler:
         assert request.status is Status.RUNNING
         self.running.remove(request)
         self._release(request)
+        assert request.in_flight == 0, "a token that is on its way would be lost"
         request.status, request.computed = Status.WAITING, 0
         request.prompt_logits.clear()
         request.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.appendleft(request)
 
-    def schedule(self) -> Scheduled | None:
-        """The next step, or None when there is nothing to run. What it schedules counts as computed from here on."""
+    def schedule(self, ahead: bool = False) -> Scheduled | None:
+        """The next step, or None when there is nothing to run. What it schedules counts as computed from here on.
+
+        `ahead` says that a step still runs: then None means that its tokens are needed first.
+        """
         budget = self.max_num_tokens
         chosen: dict[int, tuple[Request, int]] = {}  # by request id, so that a preempted one drops out
         grants: dict[int, list[PageGrant]] = {}
 
         def run(request: Request, size: int) -> int:
             """Make room for the request's next `size` tokens and choose it; the tokens taken from the budget."""
-            if not self._grow(request, request.computed + size, chosen, grants):
+            if not self._grow(request, request.computed + size, chosen, grants, may_preempt=not ahead):
                 return 0
             chosen[request.id] = request, size
             return size
 
         for request in list(self.running):
-            if request.status is Status.RUNNING and not request.is_prefilling:
+            if request.status is Status.RUNNING and not request.is_prefilling and not self._must_wait(request):
                 budget -= run(request, 1)
         for request in list(self.running):
             if request.status is Status.RUNNING and request.is_prefilling:
@@ -97,7 +105,7 @@ class Scheduler:
         while self.waiting and self.slots.num_free:
             request = self.waiting[0]
             size = self._chunk(request, len(request.tokens), budget)
-            owed = sum(self._pages_for(len(other.tokens) + 1) - len(other.pages) for other in self.running)
+            owed = sum(self._pages_for(len(r.tokens) + r.in_flight + 1) - len(r.pages) for r in self.running)
             crowded = self.running and self._pages_for(len(request.tokens) + 1) > self.pages.num_free - owed
             if not size or crowded:  # others would soon push it out of a crowded pool; it may be one just pushed out
                 break
@@ -114,15 +122,22 @@ class Scheduler:
     ) -> Scheduled:
         chosen.sort(key=lambda pair: pair[0].is_prefilling)
         entries = tuple(self._entry(request, size) for request, size in chosen)
-        bucket = self.buckets.fit(sum(size for _, size in chosen), len(chosen), entries[-1].kind is Kind.PREFILL)
+        samples = sum(entry.num_samples for entry in entries)
+        mixed = entries[-1].kind is Kind.PREFILL
+        bucket = self.buckets.fit(sum(size for _, size in chosen), len(chosen), mixed, samples)
         requests = tuple(request for request, _ in chosen)
         granted = tuple(grant for request in requests for grant in grants[request.id])
         plan = StepPlan(self._next_step, bucket, entries, granted)
         self._next_step += 1
         return Scheduled(plan, requests, admitted)
 
+    def retire(self, scheduled: Scheduled) -> None:
+        """A step has ended, well or not: nothing of it is on its way any more."""
+        for entry, request in zip(scheduled.plan.entries, scheduled.requests, strict=True):
+            request.in_flight -= entry.samples
+
     def undo(self, scheduled: Scheduled) -> None:
-        """Of a step that was broken off, nothing counts as computed: its requests are computed anew."""
+        """Of a step that was broken off, and retired, nothing counts as computed: its requests are computed anew."""
         for request in reversed(self.running.copy()):  # the youngest first, so that the oldest is first in line
             if request in scheduled.requests:
                 self.preempt(request)
@@ -144,8 +159,13 @@ class Scheduler:
         kind = Kind.PREFILL if request.is_prefilling else Kind.DECODE
         request.computed += size
         last = request.computed >= request.prefill_target
+        request.in_flight += last
         slot = request.slot
         return Entry(slot, request.generation, slot, kind, size, start, is_last_chunk=last)
+
+    def _must_wait(self, request: Request) -> bool:
+        """Whether a request that decodes has nothing to run before the host has seen the token that is on its way."""
+        return request.needs_last_token or len(request.tokens) + request.in_flight >= request.max_length
 
     def _chunk(self, request: Request, target: int, budget: int) -> int:
         """Tokens of the request's next chunk on its way to `target` computed ones, within `budget`; 0 if none fits."""
@@ -163,10 +183,13 @@ class Scheduler:
         num_tokens: int,
         chosen: dict[int, tuple[Request, int]],
         grants: dict[int, list[PageGrant]],
+        may_preempt: bool,
     ) -> bool:
-        """Pages for the request's first `num_tokens`, taken from the youngest requests if need be; False if it lost
-        its own."""
+        """Pages for the request's first `num_tokens`, taken from the youngest requests if need be and they may; False
+        if there are none, or it lost its own."""
         while self._pages_for(num_tokens) - len(request.pages) > self.pages.num_free:
+            if not may_preempt:
+                return False
             youngest = self.running[-1]
             chosen.pop(youngest.id, None)
             self.preempt(youngest)

@@ -6,7 +6,9 @@ from typing import Any
 import torch
 
 from deltagram.models.config import ModelConfig
+from deltagram.ngram.exchange_choice import check_name
 from deltagram.ngram.placement import Placement
+from deltagram.ngram.sharding import check_way
 from deltagram.step.plan import CHUNK
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -26,6 +28,13 @@ class Settings:
         costs accuracy, with every token a little more: docs/gated-delta.md has the figures of both.
     ngram_placement: where memory tables live: "device", "host", "shared", "disk" or "cached:SIZE:KIND", which give the
         same bits; see docs/ngram-memory.md.
+    ngram_split: how ranks divide the tables: "heads", "rows", or "auto": by heads where they can be. Tables that are
+        "shared" are not divided. ngram_exchange: how rows come from the ranks that have them: "collective", "peer",
+        "lamport", or "auto", the first that is possible. The bits are the same; see docs/exchange.md.
+    run_ahead: whether memory chains start with the step, beside the layers (on a GPU); else each runs where its layer
+        asks for it. The bits are the same.
+    eager: run steps without capturing them as graphs. Slow; for debugging. On a CPU there are no graphs.
+    graph_bytes: memory the graphs may take; starting fails if they need more. No bound if None.
     poison: fill free slots and pages with NaN, to show that no result depends on them. Slow; for tests.
     """
 
@@ -37,6 +46,11 @@ class Settings:
     cache_bytes: int | None = None
     state_dtype: str = "float32"
     ngram_placement: str = "device"
+    ngram_split: str = "auto"
+    ngram_exchange: str = "auto"
+    run_ahead: bool = True
+    eager: bool = False
+    graph_bytes: int | None = None
     poison: bool = False
 
 
@@ -52,6 +66,11 @@ class Resolved:
     cache_bytes: int | None
     state_dtype: torch.dtype
     ngram_placement: str
+    ngram_split: str
+    ngram_exchange: str
+    run_ahead: bool
+    eager: bool
+    graph_bytes: int | None
     poison: bool
 
 
@@ -98,14 +117,21 @@ def resolve(settings: Settings, config: ModelConfig) -> Resolved:
             f"{settings.max_num_sequences} requests of max_num_sequences, got {settings.max_num_tokens}"
         )
     positive("cache_bytes", optional=True)
+    positive("graph_bytes", optional=True)
     if settings.state_dtype not in ("float32", *(["bfloat16"] if device.type == "cuda" else [])):
         problems.append(f"state_dtype must be float32, or bfloat16 on a GPU, got {settings.state_dtype!r}")
-    try:
-        Placement.parse(settings.ngram_placement)
-    except (ValueError, TypeError) as error:
-        problems.append(str(error))
-    if not isinstance(settings.poison, bool):
-        problems.append(f"poison must be True or False, got {settings.poison!r}")
+    for check, value in (
+        (Placement.parse, settings.ngram_placement),
+        (check_way, settings.ngram_split),
+        (check_name, settings.ngram_exchange),
+    ):
+        try:
+            check(value)
+        except (ValueError, TypeError) as error:
+            problems.append(str(error))
+    for name in ("run_ahead", "eager", "poison"):
+        if not isinstance(getattr(settings, name), bool):
+            problems.append(f"{name} must be True or False, got {getattr(settings, name)!r}")
     if problems:
         raise ValueError("settings that cannot be honoured:\n" + "\n".join(f"- {problem}" for problem in problems))
     return Resolved(
@@ -117,6 +143,11 @@ def resolve(settings: Settings, config: ModelConfig) -> Resolved:
         settings.cache_bytes,
         _DTYPES[settings.state_dtype],
         settings.ngram_placement,
+        settings.ngram_split,
+        settings.ngram_exchange,
+        settings.run_ahead,
+        settings.eager,
+        settings.graph_bytes,
         settings.poison,
     )
 

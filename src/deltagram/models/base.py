@@ -16,6 +16,7 @@ from deltagram.layers.mlp import MLP, MoE
 from deltagram.models.config import FULL, ModelConfig, MoEConfig, Qwen3NextConfig, Qwen35Config
 from deltagram.models.weights import Weight
 from deltagram.ngram.layer import PLELayer
+from deltagram.ngram.run_ahead import RunAhead
 from deltagram.step.history import TokenHistory
 from deltagram.step.sequences import SequenceTable
 
@@ -46,6 +47,7 @@ class Model(Protocol):
     memory_layers: list[PLELayer]
     block_size: int  # tokens an indexer's block; 1 without one
     mtp: DraftHead | None  # if it was asked for; its attention is the last of `attention_layers`
+    run_ahead: RunAhead | None  # the chains of its memory layers, if it has any
 
     def forward(self, table: SequenceTable, history: TokenHistory, rows: Tensor | None = None) -> Tensor:
         """Run a step's tokens; their last hidden states [T, H], or [T, streams, H] of a model with residual streams; or

@@ -126,9 +126,9 @@ class Qwen4Exp:
         words = self.embedding(table.token)
         streams = words[:, None].expand(-1, self.config.hc_count, -1).contiguous()  # [T, streams, H]
         last: Block | None = None
-        if self.run_ahead is not None:
-            self.run_ahead.start(table, history)
         try:
+            if self.run_ahead is not None:
+                self.run_ahead.start(table, history)
             for i, layer in enumerate(self.layers):
                 if layer.memory is not None and self.run_ahead is not None:
                     if last is not None:

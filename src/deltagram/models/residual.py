@@ -13,6 +13,7 @@ from deltagram.models.base import DraftHead, Embedding, as_weights, experts_weig
 from deltagram.models.config import ModelConfig
 from deltagram.models.weights import Weight
 from deltagram.ngram.layer import PLELayer
+from deltagram.ngram.run_ahead import RunAhead
 from deltagram.step.history import TokenHistory
 from deltagram.step.sequences import SequenceTable
 
@@ -33,10 +34,15 @@ class DecoderLayer:
 
     def __call__(self, x: Tensor, table: SequenceTable, rotary: Rotary, rows: Tensor | None) -> Tensor:
         """Past the mixer only `rows` go on, if given."""
-        normed = self.input_norm(x)
-        x = x + (self.mixer(normed, table, rotary) if isinstance(self.mixer, Attention) else self.mixer(normed, table))
+        norm = self.input_norm.fused
+        if isinstance(self.mixer, Attention):
+            x = self.mixer(x, table, rotary, norm, residual=x)
+        else:
+            x = self.mixer(x, table, norm, residual=x)
         x = x if rows is None else x[rows]
-        return x + self.mlp(self.post_norm(x))
+        if isinstance(self.mlp, MoE):
+            return x + self.mlp(self.post_norm(x))
+        return self.mlp(x, self.post_norm.fused, residual=x)
 
     def weights(
         self, prefix: str, shapes: Mapping[str, tuple[int, ...]], by_key_head: bool = False
@@ -72,6 +78,7 @@ class ResidualDecoder:
         self.attention_layers = [layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention)]
         self.memory_layers: list[PLELayer] = []
         self.mtp: DraftHead | None = None
+        self.run_ahead: RunAhead | None = None
 
     def forward(self, table: SequenceTable, history: TokenHistory, rows: Tensor | None = None) -> Tensor:
         x = self.embedding(table.token)

@@ -1,23 +1,35 @@
 """The chain of every memory layer, which depends on token ids alone: hash, row lookup, key and value projection.
 
-`start` begins the chains at the start of a step and `take` hands a layer what its own chain made. Here the hashes of
-all layers are made at once, and each layer's rows when it asks for them.
+`start` begins the chains when the step begins, on a stream of their own beside the layers; `take` hands a layer what its
+own chain made and waits for that chain alone; `finish` joins what nobody took, so that a step ends, and a capture too,
+with nothing left running. Whether they start is the setting's choice, never the step's: every step of a run does the
+same.
+
+What the chains allocate is kept until the step ends, since their stream may reuse what it has freed while a layer on the
+other still reads. The stream has the lowest priority: the layers' blocks are placed first, so that a large lookup never
+holds a step up longer than one of its blocks takes.
 """
 
 import torch
 from torch import Tensor
 
-from deltagram.ngram.disk import DiskStore
+from deltagram.ngram.exchange import Exchange
 from deltagram.ngram.layer import MemoryProjection
 from deltagram.ngram.spec import HashConstants, HashSpec
 from deltagram.ngram.stores import RowStore
 from deltagram.step.history import TokenHistory
+from deltagram.step.segments import eagerly, forked, joined
 from deltagram.step.sequences import SequenceTable
+
+KeyValue = tuple[Tensor, Tensor]
 
 
 class RunAhead:
-    """The chains of a model's memory layers; `layers` names them in the order of `specs`, `stores` and
-    `projections`."""
+    """The chains of a model's memory layers; `layers` names them in the order of `specs`, `stores` and `projections`.
+
+    `ahead` False runs each chain where its layer asks for it, with the same kernels. On a CPU there is no second
+    stream, and the same is done.
+    """
 
     def __init__(
         self,
@@ -26,32 +38,107 @@ class RunAhead:
         stores: list[RowStore],
         projections: list[MemoryProjection],
         device: torch.device,
+        ahead: bool = True,
     ) -> None:
         assert len(layers) == len(specs) == len(stores) == len(projections)
         self.order = {layer: i for i, layer in enumerate(layers)}
-        self.stores, self.projections = stores, projections
+        self.stores, self.projections, self.device = stores, projections, device
         self.constants = HashConstants.of(specs, device)
+        self.stream = torch.cuda.Stream(device, priority=0) if device.type == "cuda" and ahead else None
+        self.exchange: Exchange | None = None  # where ranks hold the tables together
+        self.slot = 0  # tokens, which all ranks agreed on for the next step
+        self._open = False  # whether chains run that have not been joined
         self._ids: Tensor | None = None
+        self._rows: dict[int, Tensor] = {}  # of tables that no graph can read
+        self._made: dict[int, KeyValue] = {}
+        self._done: dict[int, torch.cuda.Event] = {}
 
     def start(self, table: SequenceTable, history: TokenHistory) -> None:
-        """Hash the step's tokens for every layer."""
+        """Hash the step's tokens for every layer, and begin the layers' chains. `finish` follows, come what may."""
         assert self._ids is None, "the last step's chains were not finished"
-        self._ids = self.constants.ids(history.tokens, table.sequence, table.row, table.position)
+        hashed = history.tokens, table.sequence, table.row, table.position
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        eager = [i for i, store in enumerate(self.stores) if capturing and not store.capturable]
+        if eager or self.stream is None:
+            self._ids = self.constants.ids(*hashed)
+        for i in eager:
+            self._look_up_eagerly(i)
+        if self.stream is None:
+            self._exchange(self._ids)
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        forked(self._join)
+        self._open = True
+        with torch.cuda.stream(self.stream):
+            if self._ids is None:
+                self._ids = self.constants.ids(*hashed)
+            self._exchange(self._ids)
+            for i in range(len(self.stores)):
+                self._made[i] = self._chain(i)
+                self._done[i] = self.stream.record_event()
 
-    def take(self, layer: int) -> tuple[Tensor, Tensor]:
+    def take(self, layer: int) -> KeyValue:
         """The keys and the value of model layer `layer`: see MemoryProjection."""
         assert self._ids is not None, "take before start"
         i = self.order[layer]
-        projection = self.projections[i]
-        return projection(self.stores[i].lookup(self._ids[i], projection.dtype))
+        if i not in self._made:
+            return self._chain(i)
+        if i in self._done:
+            torch.cuda.current_stream(self.device).wait_event(self._done.pop(i))
+        return self._made[i]
 
     def finish(self) -> None:
-        """End the step: chains that no layer took are dropped."""
-        self._ids = None
+        """End the step, or break it off: chains that no layer took are joined and dropped."""
+        if self._open:
+            self._join()
+            joined(self._join)
+        self._open, self._ids = False, None
+        self._made.clear()
+        self._rows.clear()
+
+    def assist(self) -> None:
+        """Instead of `start` to `finish`, in a step that only other ranks run: bring them this rank's rows."""
+        constants = self.constants
+        ids = torch.empty(len(self.stores), 0, constants.moduli.shape[1], dtype=torch.int64, device=self.device)
+        with torch.cuda.stream(self.stream):
+            self._exchange(ids)
+        self._rows.clear()
+
+    def _exchange(self, ids: Tensor | None) -> None:
+        """Fetch all layers' rows from the ranks that hold them."""
+        if self.exchange is not None and ids is not None:
+            rows = self.exchange.exchange(ids, self.slot)
+            self._rows = {i: rows.take(i) for i in range(len(self.stores))}
+
+    def _join(self) -> None:
+        """Wait for all that runs beside the current stream."""
+        assert self.stream is not None
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        self._done.clear()
+
+    def _look_up_eagerly(self, i: int) -> None:
+        store, projection, ids = self.stores[i], self.projections[i], self._ids
+        assert ids is not None
+        wanted = ids[i]
+        rows = torch.empty(*wanted.shape, store.format.dim, dtype=projection.dtype, device=self.device)
+
+        def look_up() -> None:
+            store.lookup(wanted, projection.dtype, rows)
+
+        eagerly(look_up)
+        self._rows[i] = rows
 
     def check(self) -> None:
         """After a captured step: raises HelperError if a chain went without its rows, which makes the step void."""
         for store in self.stores:
-            below = getattr(store, "below", store)
-            if isinstance(below, DiskStore) and below.in_graphs is not None:
-                below.in_graphs.check()
+            store.check()
+
+    def wake(self) -> None:
+        """Before a captured step is replayed: the helpers of its lookups get ready."""
+        for store in self.stores:
+            store.wake()
+
+    def _chain(self, i: int) -> KeyValue:
+        assert self._ids is not None
+        projection, rows = self.projections[i], self._rows.get(i)
+        return projection(self.stores[i].lookup(self._ids[i], projection.dtype) if rows is None else rows)

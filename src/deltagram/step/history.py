@@ -1,7 +1,7 @@
 """The token history: the one authoritative record of every running request's tokens, on the device.
 
-Written by admission (the prompt), by a drafter (drafts, before they are hashed) and by the sampler; hashing and
-embedding read it and nothing else. It never holds a placeholder.
+Written by admission (the prompt), by a drafter (drafts, before they are hashed) and by the step that samples; hashing
+and embedding read it and nothing else. It never holds a placeholder.
 """
 
 import torch
@@ -19,17 +19,19 @@ class TokenHistory:
         self.tokens = torch.zeros(max_requests, max_context, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(max_requests, dtype=torch.int32, device=device)
         self.committed = torch.zeros(max_requests, dtype=torch.int32, device=device)
+        # What is copied from must lie still until the copy has been made: a row's, until its owner has gone.
+        self._staged: Tensor | None = None
+        if device.type == "cuda":
+            self._staged = torch.zeros(max_requests, 1 + max_context, dtype=torch.int32, pin_memory=True)
 
     def admit(self, row: int, tokens: list[int]) -> None:
-        """Start `row` over with `tokens` (a prompt, or a preempted request's whole text)."""
-        assert 0 < len(tokens) <= self.tokens.shape[1] and min(tokens) >= 0
-        self.tokens[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32, device=self.tokens.device)
-        self.lengths[row] = len(tokens)
-        self.committed[row] = 0
-
-    def append(self, rows: Tensor, tokens: Tensor) -> None:
-        """Add one sampled token to each of `rows`. rows, tokens: int64 [n], rows distinct."""
-        ends = self.lengths.index_select(0, rows)
-        self.tokens.view(-1).index_copy_(0, rows * self.tokens.shape[1] + ends, tokens.int())
-        self.lengths.index_copy_(0, rows, ends + 1)
-        self.committed.index_fill_(0, rows, 1)
+        """Start `row` over with `tokens` (a prompt, or a preempted request's whole text). The host does not wait."""
+        count = len(tokens)
+        assert 0 < count <= self.tokens.shape[1] and min(tokens) >= 0
+        known = torch.tensor([count, *tokens], dtype=torch.int32)
+        if self._staged is not None:
+            self._staged[row, : 1 + count] = known
+            known = self._staged[row, : 1 + count]
+        self.tokens[row, :count].copy_(known[1:], non_blocking=True)
+        self.lengths[row].copy_(known[0], non_blocking=True)
+        self.committed[row].zero_()

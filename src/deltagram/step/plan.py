@@ -41,14 +41,30 @@ class Entry:
         """Whether this sequence yields a token: every decode and verify, and the chunk that ends a prefill."""
         return self.kind is not Kind.PREFILL or self.is_last_chunk
 
+    @property
+    def num_samples(self) -> int:
+        """Tokens that are sampled after: the last one, and before it each that a draft follows."""
+        return 1 + self.num_draft if self.samples else 0
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The capacity a step is padded to: tokens, sequences, and whether it may hold prefill chunks."""
+    """The capacity a step is padded to: tokens, sequences, and whether it may hold prefill chunks.
+
+    `max_draft` is the most drafted tokens a sequence of it may bring; each of them, and the token before, is sampled
+    after. `samples`, if given, is the exact number of tokens that are, for a step that is not captured.
+    """
 
     tokens: int
     sequences: int
     mixed: bool
+    max_draft: int = 0
+    samples: int | None = None
+
+    @property
+    def num_samples(self) -> int:
+        """How many tokens the step samples after, at most."""
+        return min(self.tokens, self.sequences * (1 + self.max_draft)) if self.samples is None else self.samples
 
     @property
     def chunks(self) -> int:
@@ -90,12 +106,20 @@ class StepPlan:
         assert len({entry.row for entry in self.entries}) == len(self.entries), "a request has one entry in a step"
         assert all(entry.num_new >= 1 and entry.start >= 0 for entry in self.entries)
         assert self.num_tokens <= self.bucket.tokens and len(self.entries) <= self.bucket.sequences
+        assert self.num_samples <= self.bucket.num_samples, (
+            "the bucket has no room for the tokens that are sampled after"
+        )
         assert self.bucket.mixed or Kind.PREFILL not in kinds, "a tokens-only bucket runs no prefill"
 
     @property
     def num_tokens(self) -> int:
         """Tokens run by the step, padding aside."""
         return sum(entry.num_new for entry in self.entries)
+
+    @property
+    def num_samples(self) -> int:
+        """Tokens that are sampled after."""
+        return sum(entry.num_samples for entry in self.entries)
 
     @property
     def name(self) -> str:

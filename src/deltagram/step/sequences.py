@@ -22,7 +22,7 @@ Array = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class SequenceTable:
-    """One step's sequences, padded to the bucket's T tokens, N sequences and NT chunks. All int32 unless said.
+    """One step's sequences, padded to the bucket's T tokens, N sequences, NT chunks and L samples. int32 unless said.
 
     Packed by the host:
       counts      [4]       tokens, sequences, chunks and page grants that are real
@@ -32,7 +32,8 @@ class SequenceTable:
       cu_tokens   [N + 1]   where each sequence's tokens begin; the tail repeats the total
       prefill_start [N]     tokens computed before this step, prefill sequences only; -1 otherwise
       num_draft   [N]       drafted tokens at the sequence's end
-      samples     [N]       1 where the sequence yields a token
+      cu_samples  [N + 1]   where each sequence's tokens that are sampled after begin in `sampled`; the tail repeats
+      sampled     [L]       the tokens that are sampled after, in order; 0 past the real ones
       chunks      [NT, 2]   (sequence, index) of each chunk of 64 prefill tokens; sequence -1 past the real ones
       grants      [G, 3]    (row, index, page) page table updates
     Derived on the device:
@@ -55,7 +56,8 @@ class SequenceTable:
     cu_tokens: Tensor
     prefill_start: Tensor
     num_draft: Tensor
-    samples: Tensor
+    cu_samples: Tensor
+    sampled: Tensor
     chunks: Tensor
     start: Tensor
     length: Tensor
@@ -77,10 +79,16 @@ def _shapes(bucket: Bucket, num_grants: int) -> dict[str, tuple[int, ...]]:
         "cu_tokens": (n + 1,),
         "prefill_start": (n,),
         "num_draft": (n,),
-        "samples": (n,),
+        "cu_samples": (n + 1,),
+        "sampled": (bucket.num_samples,),
         "chunks": (bucket.chunks, 2),
         "grants": (num_grants, 3),
     }
+
+
+def packed_size(bucket: Bucket, page_size: int) -> int:
+    """Length of `pack`'s array."""
+    return sum(math.prod(shape) for shape in _shapes(bucket, max_grants(bucket, page_size)).values())
 
 
 def max_grants(bucket: Bucket, page_size: int) -> int:
@@ -100,15 +108,18 @@ def pack(plan: StepPlan, page_size: int, pad_row: int, pad_slot: int) -> Array:
         for number in (n, index)
     ]
     grants = [number for grant in plan.grants for number in (grant.row, grant.index, grant.page)]
+    ends = list(accumulate(entry.num_new for entry in entries))
+    sampled = [token for end, entry in zip(ends, entries, strict=True) for token in range(end - entry.num_samples, end)]
     fields: dict[str, list[int]] = {
         "counts": [plan.num_tokens, len(entries), len(chunks) // 2, len(plan.grants)],
         "kind": [*(entry.kind for entry in entries), *[Kind.PAD] * pad],
         "row": [*(entry.row for entry in entries), *[pad_row] * pad],
         "slot": [*(entry.slot for entry in entries), *[pad_slot] * pad],
-        "cu_tokens": [0, *accumulate(entry.num_new for entry in entries), *[plan.num_tokens] * pad],
+        "cu_tokens": [0, *ends, *[plan.num_tokens] * pad],
         "prefill_start": [*(entry.start if entry.kind is Kind.PREFILL else -1 for entry in entries), *[-1] * pad],
         "num_draft": [*(entry.num_draft for entry in entries), *[0] * pad],
-        "samples": [*(entry.samples for entry in entries), *[0] * pad],
+        "cu_samples": [0, *accumulate(entry.num_samples for entry in entries), *[len(sampled)] * pad],
+        "sampled": sampled + [0] * (bucket.num_samples - len(sampled)),
         "chunks": chunks + [-1] * (2 * bucket.chunks - len(chunks)),
         "grants": grants + [0] * (3 * max_grants(bucket, page_size) - len(grants)),
     }
@@ -123,7 +134,7 @@ def prepare(packed: Tensor, bucket: Bucket, history: TokenHistory, page_table: T
     shapes = _shapes(bucket, max_grants(bucket, page_size))
     parts = zip(shapes.values(), packed.split([math.prod(shape) for shape in shapes.values()]), strict=True)
     fields = [part if len(shape) == 1 else part.view(shape) for shape, part in parts]
-    counts, kind, row, slot, cu_tokens, prefill_start, num_draft, samples, chunks, grants = fields
+    counts, kind, row, slot, cu_tokens, prefill_start, num_draft, cu_samples, sampled, chunks, grants = fields
     known = history.tokens, history.lengths, history.committed
     start, length, pending, sequence, position, token, cache_index = derive_table(
         counts, kind, row, cu_tokens, prefill_start, grants, *known, page_table, page_size, bucket.tokens
@@ -138,7 +149,8 @@ def prepare(packed: Tensor, bucket: Bucket, history: TokenHistory, page_table: T
         cu_tokens=cu_tokens,
         prefill_start=prefill_start,
         num_draft=num_draft,
-        samples=samples,
+        cu_samples=cu_samples,
+        sampled=sampled,
         chunks=chunks,
         start=start,
         length=length,

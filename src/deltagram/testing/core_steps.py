@@ -4,7 +4,7 @@ A `Stream` is a request whose projections are drawn ahead, one row a token; `Cor
 streams as one step. `oracle` computes a stream token by token, from the formulas.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.nn.functional as F
@@ -97,6 +97,7 @@ class CoreSteps:
 
     def table(self, parts: list[Part], bucket: Bucket) -> SequenceTable:
         """The sequence table of a step, through the step's own `pack` and `prepare`."""
+        bucket = replace(bucket, max_draft=self.max_draft)
         context = max([part.stream.done + part.num_new for part in parts], default=0) + 1
         history = TokenHistory(self.num_slots + 1, context, self.device)
         entries = []

@@ -1,0 +1,1 @@
+"""Steps as CUDA graphs: static inputs, capture, replay."""

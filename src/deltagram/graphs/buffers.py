@@ -1,0 +1,67 @@
+"""What a captured step reads and writes at fixed places: its packed sequence table, and its report to the host.
+
+The host prepares a step while the device still runs the last one. So what a copy reads or writes in host memory lies in
+one of several places that steps use in turn.
+"""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+IN_FLIGHT = 4  # steps whose host memory must stay as it is: those launched and not retired, and two to spare
+
+
+class StepBuffers:
+    """Buffers for steps of up to `max_packed` packed numbers and `max_sequences` sequences.
+
+    packed: int32 [max_packed], the table; steps: int64 [1], how many steps the device has committed;
+    tokens: int32 [max_sequences, 2 + max_draft], see kernels/commit_tokens.py. All on the device; `steps` and `tokens`
+    are views of one buffer, so that one copy brings them to the host.
+    """
+
+    def __init__(self, max_packed: int, max_sequences: int, max_draft: int, device: torch.device) -> None:
+        def host(size: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(IN_FLIGHT, size, dtype=dtype, pin_memory=device.type == "cuda")
+
+        width = 2 + max_draft
+        self.packed = torch.zeros(max_packed, dtype=torch.int32, device=device)
+        self._given = host(max_packed, torch.int32)
+        self._report = torch.zeros(2 + max_sequences * width, dtype=torch.int32, device=device)
+        self._reports = host(len(self._report), torch.int32)
+        self.steps = self._report[:2].view(torch.int64)
+        self.tokens = self._report[2:].view(max_sequences, width)
+        self.filled = 0
+
+    def fill(self, packed: npt.NDArray[np.int32]) -> None:
+        """Bring a step's packed table to the device. The host does not wait."""
+        turn = self._given[self.filled % IN_FLIGHT]
+        turn.numpy()[: len(packed)] = packed
+        self.packed[: len(packed)].copy_(turn[: len(packed)], non_blocking=True)
+        self.filled += 1
+
+    def start_over(self) -> None:
+        """Count on from here: a step that was filled has not been run to its end, or graphs have been captured."""
+        self.steps.fill_(self.filled)
+
+    def report(self) -> "Report":
+        """Copy the report of the step that was filled last to the host, for whoever waits for the copy."""
+        host = self._reports[(self.filled - 1) % IN_FLIGHT]
+        host.copy_(self._report, non_blocking=True)
+        return Report(host, self.filled, self.tokens.shape)
+
+
+class Report:
+    """A step's report in host memory, once it has come there."""
+
+    def __init__(self, host: Tensor, step: int, shape: torch.Size) -> None:
+        self._host, self._step, self._shape = host, step, shape
+
+    def tokens(self) -> list[list[int]]:
+        """The tokens of each sequence. Raises RuntimeError for a report that is another step's: a buffer was not
+        refreshed, and nothing it says can be believed."""
+        done = int(self._host[:2].view(torch.int64))
+        if done != self._step:
+            raise RuntimeError(f"the report of step {self._step} says it is step {done}'s: a buffer is stale")
+        rows: list[list[int]] = self._host[2:].view(self._shape).tolist()
+        return [row[1 : 1 + row[0]] for row in rows]

@@ -1,0 +1,129 @@
+"""What a step sampled, into the token history: the accepted drafts stay, the token after them is added.
+
+Sequence n was sampled after its last 1 + num_draft tokens. Its drafts, which the history holds past its length, are
+accepted up to the first that was not sampled; then the token that was sampled in its place (or after the last) is the
+history's next one:
+    a = accepted drafts;  tokens[row, begin + a] = sampled[first + a];  lengths[row] = begin + a + 1;  committed[row] = a + 1
+with begin = length - num_draft, the position of the first sampled token. That the sampled tokens are those of a run without
+drafts makes the outcome that of a run without drafts, whatever the temperature: a token is a function of (seed, position).
+
+Shapes: sampled int64 [L]; cu_samples [N + 1], row, length, num_draft [N] int32, as in the sequence table; tokens [rows,
+context], lengths, committed [rows] int32, updated in place; steps int64 [1], one more; out int32 [N, 2 + max_draft], the
+number of tokens of each sequence (0 for one that was not sampled, and padding), then the tokens; the rest of a row is as
+it was.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deltagram.kernels._triton import Build, Impl, choose, jit, on_cpu, tl
+
+
+def commit_tokens(
+    sampled: Tensor,
+    cu_samples: Tensor,
+    row: Tensor,
+    length: Tensor,
+    num_draft: Tensor,
+    tokens: Tensor,
+    lengths: Tensor,
+    committed: Tensor,
+    steps: Tensor,
+    out: Tensor,
+    impl: Impl = None,
+) -> None:
+    """See the file's docstring."""
+    body = choose(impl, tokens, _reference, _launch, _compiled)
+    body(sampled, cu_samples, row, length, num_draft, tokens, lengths, committed, steps, out)
+
+
+def _reference(
+    sampled: Tensor,
+    cu_samples: Tensor,
+    row: Tensor,
+    length: Tensor,
+    num_draft: Tensor,
+    tokens: Tensor,
+    lengths: Tensor,
+    committed: Tensor,
+    steps: Tensor,
+    out: Tensor,
+) -> None:
+    steps += 1
+    out[:, 0] = 0
+    (live,) = cu_samples.diff().nonzero(as_tuple=True)
+    if len(live) == 0:
+        return
+    first, owner, drafts = cu_samples[live].long(), row[live].long(), num_draft[live].long()
+    begin = length[live].long() - drafts
+    offset = torch.arange(out.shape[1] - 1, device=out.device)
+    drafted = offset < drafts[:, None]
+    mine = sampled[torch.where(drafted, first[:, None] + offset, 0)].int()
+    agree = drafted & (tokens[owner[:, None], torch.where(drafted, begin[:, None] + offset, 0)] == mine)
+    accepted = agree.cumprod(1).sum(1)
+    token = sampled[first + accepted].int()
+    tokens[owner, begin + accepted] = token
+    lengths[owner] = (begin + accepted + 1).int()
+    committed[owner] = (accepted + 1).int()
+    out[live, 0] = committed[owner]
+    report = torch.where(offset < accepted[:, None], mine, out[live, 1:])
+    out[live, 1:] = report.scatter(1, accepted[:, None], token[:, None])
+
+
+_compiled = on_cpu("commit_tokens")
+
+
+@jit(do_not_specialize=["context", "width"])
+def _kernel(  # type: ignore[no-untyped-def]
+    sampled, cu_samples, row, length, num_draft, tokens, lengths, committed, steps, out, context, width
+):
+    n = tl.program_id(0)
+    if n == 0:
+        tl.store(steps, tl.load(steps) + 1)
+    first, last = tl.load(cu_samples + n), tl.load(cu_samples + n + 1)
+    mine = out + n.to(tl.int64) * width
+    if first == last:
+        tl.store(mine, 0)
+        return
+    owner, drafts = tl.load(row + n).to(tl.int64), tl.load(num_draft + n)
+    begin = tl.load(length + n) - drafts
+    history = tokens + owner * context + begin
+    accepted = 0
+    token = tl.load(sampled + first).to(tl.int32)
+    agree = (drafts > 0) and (tl.load(history, mask=drafts > 0, other=-1) == token)
+    while agree:
+        tl.store(mine + 1 + accepted, token)
+        accepted += 1
+        token = tl.load(sampled + first + accepted).to(tl.int32)
+        more = accepted < drafts
+        agree = more and (tl.load(history + accepted, mask=more, other=-1) == token)
+    tl.store(mine + 1 + accepted, token)
+    tl.store(mine, accepted + 1)
+    tl.store(history + accepted, token)
+    tl.store(lengths + owner, begin + accepted + 1)
+    tl.store(committed + owner, accepted + 1)
+
+
+def _launch(
+    sampled: Tensor,
+    cu_samples: Tensor,
+    row: Tensor,
+    length: Tensor,
+    num_draft: Tensor,
+    tokens: Tensor,
+    lengths: Tensor,
+    committed: Tensor,
+    steps: Tensor,
+    out: Tensor,
+) -> None:
+    assert tokens.is_contiguous() and out.is_contiguous()
+    arguments = (sampled, cu_samples, row, length, num_draft, tokens, lengths, committed, steps, out)
+    _kernel[(max(len(row), 1),)](*arguments, tokens.shape[1], out.shape[1], num_warps=1)
+
+
+def ahead_of_time() -> list[Build]:
+    names = ("cu_samples", "row", "length", "num_draft", "tokens", "lengths", "committed", "out")
+    types = {"sampled": "*i64", "steps": "*i64"} | dict.fromkeys(names, "*i32") | {"context": "i32", "width": "i32"}
+    return [Build(_kernel, types, {}, {"num_warps": 1})]

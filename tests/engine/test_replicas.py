@@ -1,0 +1,84 @@
+"""Ranks that hold the tables of one model together generate, each for its own requests, what one process does."""
+
+from pathlib import Path
+
+import pytest
+
+from deltagram import LLM, SamplingParams
+from deltagram.parallel.groups import Group
+from deltagram.testing.checkpoints import write_tiny_checkpoint
+from deltagram.testing.ranks import Ranks
+
+PROMPTS = ["the cat sat on the mat", "aaaa" * 40, "x", "once upon a time", "to be or not", "gram", "delta " * 15, "end"]
+SETTINGS = {"device": "cpu", "dtype": "float32"}
+CASES = [
+    {"ngram_placement": "device", "ngram_exchange": "collective"},
+    {"ngram_placement": "cached:1KiB:disk", "ngram_exchange": "collective", "ngram_split": "rows"},
+    {"ngram_placement": "host", "ngram_exchange": "peer"},
+    {"ngram_placement": "shared"},
+]
+
+
+def params(greedy: bool) -> SamplingParams:
+    return SamplingParams(max_tokens=12, temperature=0.0 if greedy else 0.8, seed=3, ignore_eos=True)
+
+
+def of_rank(rank: int, size: int) -> list[str]:
+    """Rank 1 has one prompt, of ranks 2 and 3 one none: the others go on without them."""
+    return {0: PROMPTS[: 6 if size == 2 else 4], 1: PROMPTS[6:7], 2: [], 3: PROMPTS[7:]}[rank]
+
+
+def generated(
+    group: Group, folder: Path, settings: dict[str, str]
+) -> tuple[list[tuple[int, ...]], tuple[str, ...], int]:
+    llm = LLM(folder, group=group, **{"dtype": "float32", "max_num_sequences": 3} | settings)
+    tokens = []
+    for greedy in (True, False):
+        prompts = of_rank(group.rank, group.size)
+        if prompts:
+            tokens += [c.outputs[0].token_ids for c in llm.generate(prompts, params(greedy))]
+        else:
+            assert llm.assist()
+    if group.rank == 0:
+        llm.close()
+    else:
+        assert not llm.assist(), "rank 0 has left"
+    return tokens, llm.notes, llm.stats.num_steps
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny")
+    write_tiny_checkpoint(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """Token ids by prompt and by whether they are greedy, of one process."""
+    llm = LLM(folder, **SETTINGS)
+    return {
+        (prompt, greedy): completion.outputs[0].token_ids
+        for greedy in (True, False)
+        for prompt, completion in zip(PROMPTS, llm.generate(PROMPTS, params(greedy)), strict=True)
+    }
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request):
+    with Ranks(request.param) as group:
+        yield group
+
+
+@pytest.mark.parametrize("settings", CASES, ids=lambda case: " ".join(case.values()))
+def test_replicas_generate_the_tokens_of_one_process(ranks, folder, alone, settings):
+    size = len(ranks.pipes)
+    for rank, (tokens, notes, _) in enumerate(ranks.run(generated, folder, settings)):
+        prompts = of_rank(rank, size)
+        assert tokens == [alone[prompt, greedy] for greedy in (True, False) for prompt in prompts]
+        if settings["ngram_placement"] == "shared":
+            assert notes[-1] == f"{size} ranks share one copy of the memory tables"
+        else:
+            way = settings.get("ngram_split", "heads")
+            said = f"the memory tables are split by {way} over {size} ranks; exchange: {settings['ngram_exchange']}"
+            assert notes[-1] == said
