@@ -49,7 +49,7 @@ class Step:
         floats = (self.q, self.k, self.v, self.gate)
         q, k, v, gates = exact(floats) if impl == "float64" else floats
         chosen = None if impl == "float64" else impl
-        return paged_attention(q, k, v, *tables, self.scale, True, selected, BLOCK, gates if gate else None, chosen)  # type: ignore[arg-type]
+        return paged_attention(q, k, v, *tables, self.scale, True, 0, selected, BLOCK, gates if gate else None, chosen)  # type: ignore[arg-type]
 
     def loop(self, selected: Tensor | None, gate: bool = True) -> Tensor:
         out, t = torch.zeros(self.q.shape, dtype=torch.float64), 0

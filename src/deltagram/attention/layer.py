@@ -4,6 +4,7 @@ from torch import Tensor
 
 from deltagram.attention.cache import LayerCache
 from deltagram.attention.indexer import Indexer
+from deltagram.kernels._norm import Norm
 from deltagram.kernels.paged_attention import paged_attention
 from deltagram.kernels.qkv_write import qkv_write
 from deltagram.layers.basic import Factory, Linear, RMSNorm
@@ -42,11 +43,19 @@ class Attention:
         self.indexer = indexer
         self.cache: LayerCache | None = None
 
-    def __call__(self, x: Tensor, table: SequenceTable, rotary: Rotary) -> Tensor:
-        """x [T, hidden] -> [T, hidden]."""
+    def __call__(
+        self,
+        x: Tensor,
+        table: SequenceTable,
+        rotary: Rotary,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """x [T, hidden], which goes through `norm` first (without an indexer) -> [T, hidden], added to `residual`."""
+        assert norm is None or self.indexer is None, "an indexer reads x as it is"
         cache = self.cache
         assert cache is not None, "the layer has no pages"
-        query_gate, key, value = self.project.split(x)
+        query_gate, key, value = self.project.split(x, norm)
         query, gate = query_gate.unflatten(1, (self.num_heads, 2 * self.head_dim)).chunk(2, -1)
         query = qkv_write(
             query,
@@ -77,11 +86,12 @@ class Attention:
             table.position,
             self.head_dim**-0.5,
             table.bucket.mixed,
+            table.bucket.max_draft,
             self.indexer(x, table, rotary, cache) if sparse and self.indexer else None,
             self.indexer.block_size if self.indexer else 1,
             gate,
         )
-        return self.out(heads.flatten(1))
+        return self.out(heads.flatten(1), residual=residual)
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         named = self.project.tensors(prefix) | self.out.tensors(prefix)

@@ -188,8 +188,8 @@ def _kernel(
 
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, row: Tensor, kind: Tensor, cu_tokens: Tensor,
-    length: Tensor, sequence: Tensor, position: Tensor, scale: float, mixed: bool, selected: Tensor | None,
-    block_size: int, gate: Tensor | None,
+    length: Tensor, sequence: Tensor, position: Tensor, scale: float, mixed: bool, max_draft: int,
+    selected: Tensor | None, block_size: int, gate: Tensor | None,
 ) -> Tensor:  # fmt: skip
     rows, heads, size = q.shape
     _, page_size, key_heads, _ = k_cache.shape

@@ -101,9 +101,10 @@ class AttentionStep:
         floats = (self.q, self.k, self.v, self.gate)
         q, k, v, gate = (x.double() for x in floats) if exact else floats
         mixed = any(part.kind == Kind.PREFILL for part in self.parts)
+        drafts = max([part.new - 1 for part in self.parts if part.kind != Kind.PREFILL], default=0)
         gates = gate if gated else None
         scale = q.shape[2] ** -0.5
-        return paged_attention(q, k, v, *self.tables, scale, mixed, selected, block_size, gates, impl)
+        return paged_attention(q, k, v, *self.tables, scale, mixed, drafts, selected, block_size, gates, impl)
 
     def split(self, out: Tensor) -> list[Tensor]:
         """The rows of each part."""

@@ -8,10 +8,10 @@ serves Hq / Hkv consecutive query heads. With `gate`, the result is multiplied b
 
 Shapes: q [T, Hq, D]; k_cache, v_cache [pages, page size, Hkv, D]; page_table [rows, pages a request], row, kind and
 length [N], cu_tokens [N + 1], sequence and position [T]: int32, as in the sequence table; `mixed`, whether the step may
-hold prefill sequences; selected [T, B] int32, as `select_blocks` returns it, or None for all; block_size in tokens;
-gate [T, Hq, D] (strided, dimensions side by side) or None. Returns [T, Hq, D], zero for padding. What lies in a page
-past the request's length is never read into the result, NaN or not. On a GPU a page holds a multiple of 64 tokens, and
-a decode or verify sequence of a step that may hold prefill at most 8.
+hold prefill sequences, and `max_draft`, the most drafted tokens of a sequence, are the bucket's; selected [T, B] int32,
+as `select_blocks` returns it, or None for all; block_size in tokens; gate [T, Hq, D] (strided, dimensions side by side)
+or None. Returns [T, Hq, D], zero for padding. What lies in a page past the request's length is never read into the
+result, NaN or not. On a GPU a page holds a multiple of 64 tokens.
 
 How the kernels sum, which decides the bits:
 - decode and verify tokens, and on a GPU every token of a call with `selected` that does not see everything, are cut
@@ -29,8 +29,6 @@ from deltagram.kernels._triton import Build, Impl, choose, on_cpu
 from deltagram.kernels.paged_attention import combine, gather, prefill, split
 from deltagram.kernels.paged_attention.reference import _reference
 
-_MOST_TOKENS = 8  # of a decode or verify sequence beside prefill: bounds the memory for parts
-
 
 def paged_attention(
     q: Tensor,
@@ -45,6 +43,7 @@ def paged_attention(
     position: Tensor,
     scale: float,
     mixed: bool = True,
+    max_draft: int = 0,
     selected: Tensor | None = None,
     block_size: int = 1,
     gate: Tensor | None = None,
@@ -53,7 +52,7 @@ def paged_attention(
     """See the file's docstring."""
     body = choose(impl, q, _reference, _launch, _compiled if k_cache.dtype == torch.float32 else None)
     tables = page_table, row, kind, cu_tokens, length, sequence, position
-    return body(q, k_cache, v_cache, *tables, scale, mixed, selected, block_size, gate)
+    return body(q, k_cache, v_cache, *tables, scale, mixed, max_draft, selected, block_size, gate)
 
 
 _compiled = on_cpu("paged_attention")
@@ -72,6 +71,7 @@ def _launch(
     position: Tensor,
     scale: float,
     mixed: bool = True,
+    max_draft: int = 0,
     selected: Tensor | None = None,
     block_size: int = 1,
     gate: Tensor | None = None,
@@ -83,7 +83,7 @@ def _launch(
     caches, tables = (k_cache, v_cache, page_table, row, kind), (cu_tokens, length)
     if selected is None:
         dense_until = page_table.shape[1] * page_size
-        tokens = min(len(q), _MOST_TOKENS * len(row)) if mixed else len(q)
+        tokens = min(len(q), len(row) * (1 + max_draft))  # decode and verify tokens, which come first
         parts = split.launch(q, *caches, *tables, scale, gate, out, tokens)
     else:
         dense_until = (selected.shape[1] + 1) * block_size - 1  # positions below see no more blocks than are listed

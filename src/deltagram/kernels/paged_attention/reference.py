@@ -20,6 +20,7 @@ def _reference(
     position: Tensor,
     scale: float,
     mixed: bool = True,
+    max_draft: int = 0,
     selected: Tensor | None = None,
     block_size: int = 1,
     gate: Tensor | None = None,

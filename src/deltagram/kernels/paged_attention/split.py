@@ -150,7 +150,7 @@ def launch(
     weights = q.new_empty((tokens, heads, 2, places), dtype=torch.float32)
     items = min(tokens, len(row) * (1 + tokens // sizes["TOKENS"])) * places * key_heads
     gates = q if gate is None else gate
-    _kernel[(min(items, 2 * processors(q.device)),)](
+    _kernel[(min(items, RESIDENT * processors(q.device)),)](
         q, k_cache, v_cache, page_table, row, kind, cu_tokens, length, gates, out, parts, weights, num_rows, len(row),
         places, pages, q.stride(0), gates.stride(0), gates.stride(1), scale * LOG2_E, GATED=gate is not None,
         HKV=key_heads, GROUP=group, D=size, PAGE=page_size, **sizes, **OPTIONS,
@@ -160,6 +160,7 @@ def launch(
 
 LOG2_E = 1.4426950408889634
 OPTIONS = {"num_warps": 4, "num_stages": 3}
+RESIDENT = 2  # programs that a multiprocessor holds at once
 
 
 @cache
