@@ -1,9 +1,10 @@
 """The library's front door: load a model, generate text."""
 
+import hashlib
 from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ from torch import Tensor
 
 from deltagram.engine.engine import Delta, Engine, Stats, TokenLogprobs
 from deltagram.engine.params import SamplingParams
+from deltagram.engine.replicas import Replicas, bring_together
 from deltagram.engine.request import Request, Status
-from deltagram.engine.settings import parse, resolve
+from deltagram.engine.settings import Resolved, parse, resolve
 from deltagram.engine.tokenizer import Tokenizer
-from deltagram.models.config import read_config
+from deltagram.models.config import ModelConfig, read_config
 from deltagram.models.hub import resolve_model
 from deltagram.models.load import load_model
+from deltagram.parallel.groups import Group
 
 Prompt = str | Sequence[int]
 
@@ -61,6 +64,10 @@ class LLM:
     model: a checkpoint folder or a hub id; the shipped model if None. device, dtype and further keywords are the
     settings of engine/settings.py. `progress` is called with the bytes of each piece of the weights that was read.
     Raises ValueError, listing every problem, for settings or a checkpoint that cannot be honoured.
+
+    group: ranks, each of which makes an LLM of the same model and settings, on the group's device. They have the n-gram
+    tables together and run steps together, each for its own requests: what `generate` or `stream` begins, on any of
+    them, ends when no rank has requests left, and a rank without any takes part by `assist`.
     """
 
     def __init__(
@@ -70,13 +77,18 @@ class LLM:
         device: str = "auto",
         dtype: str = "auto",
         progress: Any = None,
+        group: Group | None = None,
         **settings: Any,
     ) -> None:
         asked = parse({"device": device, "dtype": dtype} | settings)
+        if group is not None:
+            asked = replace(asked, device=str(group.device), eager=True)
         folder = shipped_model() if model is None else resolve_model(model)
         self.folder = folder
         self.config = read_config(folder)
         self.settings = resolve(asked, self.config)
+        self.group = group
+        _check_ranks(group, self.settings, self.config)
         self.tokenizer = Tokenizer.load(folder, model_vocab_size=self.config.vocab_size)
         loaded, checkpoint = load_model(
             folder,
@@ -86,9 +98,16 @@ class LLM:
             self.settings.dtype,
             progress,
             self.settings.ngram_placement,
+            group=group,
+            ngram_split=self.settings.ngram_split,
         )
         self.notes = (*self.config.notes, *checkpoint.notes)
-        self.engine = Engine(loaded, self.settings, self.tokenizer)
+        self.replicas: Replicas | None = None
+        if group is not None:
+            sizes = self.settings.max_num_tokens, self.settings.ngram_exchange, self.settings.dtype
+            self.replicas, notes = bring_together(loaded, group, *sizes)
+            self.notes += tuple(notes)
+        self.engine = Engine(loaded, self.settings, self.tokenizer, replicas=self.replicas)
         self._inboxes: dict[int, deque[Delta]] = {}  # by request id: what steps brought and nobody took yet
 
     @property
@@ -137,6 +156,21 @@ class LLM:
                 pass
         return torch.cat(request.prompt_logits)
 
+    def assist(self) -> bool:
+        """Run steps with the other ranks until none of them has requests left. False once a rank was closed."""
+        assert self.group is not None and self.replicas is not None, "this process is alone"
+        self.group.watchdog.check()
+        while True:
+            for delta in self.engine.step():
+                self._inboxes[delta.request.id].append(delta)
+            if not self.replicas.anyone:
+                return not self.replicas.closing
+
+    def close(self) -> None:
+        """Tell the ranks that `assist` that nothing will follow. Without a group there is nothing to close."""
+        if self.group is not None and self.replicas is not None and not self.replicas.closing:
+            self.replicas.leave()
+
     def _requests(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
         encoded = self._encode(prompt)
         return [self.engine.make_request(encoded, params, seed) for seed in params.seeds()]
@@ -172,6 +206,22 @@ class LLM:
             for request in requests:
                 self.engine.abort(request)
                 del self._inboxes[request.id]
+            if self.group is not None and not self._inboxes and self.group.watchdog.report is None:
+                self.assist()  # the other ranks may have requests yet
+
+
+def _check_ranks(group: Group | None, settings: Resolved, config: ModelConfig) -> None:
+    """Raises ValueError for settings of several ranks in one alone, or, on every rank, that are not all the same."""
+    if group is None:
+        asked = {"ngram_split": settings.ngram_split, "ngram_exchange": settings.ngram_exchange}
+        for name, value in asked.items():
+            if value != "auto":
+                raise ValueError(f"{name} is {value!r}, which several ranks can do; this process is alone: see --ranks")
+        return
+    same = repr((replace(settings, device=torch.device("meta")), config))
+    found = group.gather_objects(hashlib.blake2b(same.encode(), digest_size=8).hexdigest())
+    others = ", ".join(str(rank) for rank, each in enumerate(found) if each != found[0])
+    group.check(f"rank {others} has another model or other settings than rank 0" if others else None)
 
 
 def _params(params: SamplingParams | None) -> SamplingParams:

@@ -60,15 +60,20 @@ class Split:
         return torch.bucketize(ids, inner, right=True)
 
 
+def check_way(way: str) -> None:
+    """Raises ValueError for what is none of WAYS."""
+    if way not in WAYS:
+        raise ValueError(f"ngram_split is {way!r}; expected {', '.join(WAYS)}")
+
+
 def split(spec: HashSpec, ranks: int, way: str = "auto") -> Split:
     """Cut the table of `spec` over `ranks`: by heads where its columns divide by them, else by rows; or as `way` says.
 
     Raises ValueError for a way that is not possible.
     """
     columns, rows = spec.num_columns, spec.num_rows
+    check_way(way)
     problems = []
-    if way not in WAYS:
-        problems.append(f"ngram_split is {way!r}; expected {', '.join(WAYS)}")
     if way == "heads" and columns % ranks:
         problems.append(f"ngram_split is 'heads'; a token's {columns} columns do not divide by {ranks} ranks")
     if rows < ranks or rows >= 1 << 31:
