@@ -68,3 +68,14 @@ def test_a_broken_row_breaks_no_other() -> None:
     x[4] = float("nan")
     broken = moe(x, *packed, 2, True)
     assert broken[4].isnan().all() and torch.equal(broken[:4], expected[:4]) and torch.equal(broken[5:], expected[5:])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_rows_that_are_all_broken_stay_within_their_memory(value: float) -> None:
+    """Each chooses distinct experts still: were one chosen twice, its tokens would not fit where they are gathered, and
+    the process would end at an allocation soon after."""
+    torch.manual_seed(0)
+    packed = weights(64, 4, 32, 32)
+    for rows in (1, 3):
+        for _ in range(200):
+            assert moe(torch.full((rows, 64), value), *packed, 3, True, "compiled").isnan().all()

@@ -28,6 +28,7 @@ from deltagram.kernels._vectors import (
     total,
 )  # fmt: skip
 
+_LOWEST = np.float32(np.finfo(np.float32).min)
 _ROWS = 256  # taken at a time: an expert's share of them fills its tiles
 
 
@@ -78,6 +79,9 @@ def _route(scores, experts, top_k, renormalise, likely, chosen, weights):  # typ
     whole = total(sums)
     if renormalise:
         whole = np.float32(0)
+    for e in range(experts):  # NaN and -infinity, which would be chosen again and again
+        if not get(scores, e) >= _LOWEST:
+            put(scores, e, _LOWEST)
     for j in range(top_k):
         best = 0
         for e in range(1, experts):
