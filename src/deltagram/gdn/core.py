@@ -7,9 +7,10 @@ is an eager one.
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from deltagram.kernels._triton import Impl, choose
+from deltagram.kernels._triton import Impl, choose, on_cpu
 from deltagram.kernels.causal_conv1d import causal_conv1d
 from deltagram.kernels.gated_delta_chunk import gated_delta_chunk
 from deltagram.kernels.gated_delta_decode import gated_delta_decode
@@ -46,7 +47,8 @@ def forward_core(
     Tokens stay where they are: each op takes the rows of its own kind and leaves the others. Nobody writes the rows of
     padding, and the gated norm does not read them.
     """
-    body = choose(impl, qkv, _op_by_op, _at_once, _op_by_op)
+    plain = state.drafts is None and state.recurrent.dtype == a.dtype == torch.float32
+    body = choose(impl, qkv, _op_by_op, _at_once, _head_by_head if plain else _op_by_op)
     return body(table, qkv, a, b, conv_weight, A_log, dt_bias, num_key_heads, key_dim, state, impl)
 
 
@@ -63,7 +65,7 @@ def _op_by_op(
     state: LayerState,
     impl: Impl,
 ) -> Tensor:
-    """The plain path, and that of a CPU: each op over all tokens."""
+    """The plain path, and that of a CPU with drafts: each op over all tokens."""
     t, pool = table, state.recurrent
     convolved = causal_conv1d(
         qkv, conv_weight, state.conv, t.cu_tokens, t.sequence, t.position, t.start, t.slot, impl=impl
@@ -76,6 +78,31 @@ def _op_by_op(
     if t.bucket.mixed:
         gated_delta_chunk(q, k, v, g, beta, pool, t.chunks, t.kind, t.cu_tokens, t.start, t.slot, out, impl)
     return out
+
+
+_compiled = on_cpu("gated_delta_core")
+
+
+def _head_by_head(
+    table: SequenceTable,
+    qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    conv_weight: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    num_key_heads: int,
+    key_dim: int,
+    state: LayerState,
+    impl: Impl,
+) -> Tensor:
+    """On a CPU, without drafts: every op for one head, then for the next."""
+    t, sizes = table, (num_key_heads, key_dim)
+    pools = state.conv, state.recurrent
+    heads: Tensor = _compiled(
+        qkv, a, b, conv_weight, A_log, dt_bias, *sizes, *pools, t.kind, t.cu_tokens, t.start, t.slot
+    )
+    return heads
 
 
 def _at_once(

@@ -6,8 +6,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deltagram.kernels._compiled import inlined
 from deltagram.kernels._threads import spread, threaded
 from deltagram.kernels._vectors import LANES, get, load, multiply, put, splat, square_sum, store
+
+
+@inlined
+def unit_row(x, size, length, y):  # type: ignore[no-untyped-def]
+    """y = x / |x| * length. y may be x."""
+    scale = splat(np.float32(1) / np.sqrt(square_sum(x, size) + np.float32(1e-6)) * length)
+    for i in range(0, size, LANES):
+        store(y, i, size, multiply(load(x, i, size), scale))
+
+
+@inlined
+def log_decay(a, A_log, dt_bias, hv):  # type: ignore[no-untyped-def]
+    step = get(a, hv) + get(dt_bias, hv)
+    softplus = max(step, np.float32(0)) + np.log1p(np.exp(-abs(step)))
+    return -np.exp(get(A_log, hv)) * softplus
+
+
+@inlined
+def strength(b, hv):  # type: ignore[no-untyped-def]
+    return np.float32(1) / (np.float32(1) + np.exp(-get(b, hv)))
 
 
 @threaded
@@ -21,19 +42,10 @@ def _kernel(
             for h in range(heads):
                 x = qkv + 4 * (t * qkv_stride + (part * heads + h) * size)
                 y = qk + 4 * (((part * rows + t) * heads + h) * size)
-                inverse = np.float32(1) / np.sqrt(square_sum(x, size) + np.float32(1e-6))
-                scale = splat(inverse * shrink if part == 0 else inverse)
-                for i in range(0, size, LANES):
-                    store(y, i, size, multiply(load(x, i, size), scale))
+                unit_row(x, size, shrink if part == 0 else np.float32(1), y)
         for hv in range(value_heads):
-            step = get(a, t * a_stride + hv) + get(dt_bias, hv)
-            softplus = max(step, np.float32(0)) + np.log1p(np.exp(-abs(step)))
-            put(gates, t * value_heads + hv, -np.exp(get(A_log, hv)) * softplus)
-            put(
-                gates,
-                (rows + t) * value_heads + hv,
-                np.float32(1) / (np.float32(1) + np.exp(-get(b, t * b_stride + hv))),
-            )
+            put(gates, t * value_heads + hv, log_decay(a + 4 * t * a_stride, A_log, dt_bias, hv))
+            put(gates, (rows + t) * value_heads + hv, strength(b + 4 * t * b_stride, hv))
 
 
 def gated_delta_prep(

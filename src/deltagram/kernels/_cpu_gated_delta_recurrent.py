@@ -11,7 +11,7 @@ from deltagram.kernels._vectors import LANES, fma, get, get_int, load, multiply,
 
 
 @inlined
-def _token(s, k, v, q, key_dim, value_dim, decay, beta, into, out):  # type: ignore[no-untyped-def]
+def one_token(s, k, v, q, key_dim, value_dim, decay, beta, into, out):  # type: ignore[no-untyped-def]
     """into = exp(g) s + u k^T and out = into q, all rows; into may be s. out 0: not wanted."""
     for row in range(value_dim):
         line, target = s + 4 * row * key_dim, into + 4 * row * key_dim
@@ -48,7 +48,7 @@ def _kernel(
                 entry += (get_int(start, n) + i) % length
             if i < 0:
                 gates = gate_ring + 4 * (entry * 2 * value_heads + hv)
-                _token(
+                one_token(
                     s, k_ring + 4 * (entry * heads + h) * key_dim, v_ring + 4 * (entry * value_heads + hv) *
                     value_dim, q, key_dim, value_dim, np.exp(get(gates, 0)), get(gates, value_heads), s, 0,
                 )  # fmt: skip
@@ -56,7 +56,7 @@ def _kernel(
             k_t, v_t = k + 4 * (t * k_stride + h * key_dim), v + 4 * (t * v_stride + hv * value_dim)
             decay, strength = get(g, t * value_heads + hv), get(beta, t * value_heads + hv)
             into = scratch if i > 0 else s
-            _token(
+            one_token(
                 taken, k_t, v_t, q + 4 * (t * q_stride + h * key_dim), key_dim, value_dim, np.exp(decay), strength,
                 into, out + 4 * (t * value_heads + hv) * value_dim,
             )  # fmt: skip
