@@ -89,12 +89,11 @@ def check_exchanges(group: Group, heads: int, folder: Path) -> tuple[list[str], 
         for round, slot in enumerate((MAX_TOKENS, 3, 1)):
             count = slot if same else (slot + group.rank + round) % (slot + 1)  # from none to all of the slot
             ids = random_ids(heads, count, round if same else round * group.size + group.rank)
-            rows = made.exchange(ids, slot)
+            rows = made.exchange(ids.to(group.device), slot)
             for layer, wanted in enumerate(expected(heads, form, dtype, ids)):
-                given = torch.full_like(wanted, 1)
-                if not agrees(exchange, rows.take(layer), wanted) or not agrees(
-                    exchange, rows.take(layer, given), given
-                ):
+                given = torch.full_like(wanted, 1, device=group.device)
+                found = rows.take(layer), rows.take(layer, given), given
+                if not all(agrees(exchange, each.cpu(), wanted) for each in found):
                     faults.append(f"{tried[-1]} {form} {dtype} slot={slot} layer={layer}")
     return tried, faults
 
@@ -113,16 +112,24 @@ def delayed(group: Group, exchange: str, rounds: int, folder: Path) -> tuple[int
         if own.random() < 0.02:
             time.sleep(own.random() / 500)
         which = (shared if same else own).randrange(len(batches))
-        rows = made.exchange(batches[which], 2)
+        rows = made.exchange(batches[which].to(group.device), 2)
         if own.random() < 0.3:
             time.sleep(0)
-        wrong += not agrees(exchange, rows.take(i % 2), answers[which][i % 2])
+        wrong += not agrees(exchange, rows.take(i % 2).cpu(), answers[which][i % 2])
     return rounds, wrong
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+ON_CARDS = [(2, "cuda:0"), (4, "cuda:0"), (2, "cuda")]  # on one card, or on one each
+
+
+@pytest.fixture(
+    scope="module", params=[(2, "cpu"), (4, "cpu"), *(pytest.param(on, marks=pytest.mark.gpu) for on in ON_CARDS)]
+)
 def ranks(request):
-    with Ranks(request.param) as group:
+    size, device = request.param
+    if device == "cuda" and torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} CUDA devices")
+    with Ranks(size, device) as group:
         yield group
 
 

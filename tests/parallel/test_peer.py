@@ -2,11 +2,15 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from deltagram.parallel.watchdog import EXIT_CODE
 
 HERE = Path(__file__).parent
 START = "import sys; from deltagram.parallel.launch import launch; sys.exit(launch(sys.argv[2:], int(sys.argv[1])))"
@@ -35,8 +39,6 @@ def test_processes_on_one_card(ranks):
 
 @pytest.mark.gpu
 def test_processes_on_a_card_each():
-    import torch
-
     cards = max((n for n in (2, 4, 8) if n <= torch.cuda.device_count()), default=0)
     if not cards:
         pytest.skip("needs two CUDA devices")
@@ -61,3 +63,28 @@ def test_kernels_read_what_they_should():
         [sys.executable, str(HERE / "interpreted.py")], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def stopped(device: str, ranks: int, exchange: str) -> None:
+    command = [sys.executable, "-c", START, str(ranks), str(HERE / "stopped_rank.py"), device, exchange]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == EXIT_CODE, (done.stdout, done.stderr[-3000:])
+    began = float(re.search(r"stopped at (\S+)", done.stdout)[1])
+    for rank in range(ranks - 1):
+        missing = rf"rank {ranks - 1} is missing: its process \d+ is stopped(.*)"
+        said = re.search(rf"rank {rank} at (\S+) failed: {missing}", done.stdout)
+        assert said, (done.stdout, done.stderr[-3000:])
+        assert float(said[1]) - began < 15, said[0]
+        print(f"rank {rank} named rank {ranks - 1} after {float(said[1]) - began:.1f} s{said[2]}")
+
+
+def test_a_rank_that_stops_within_a_peer_exchange_is_named_by_every_other():
+    stopped("cpu", 2, "peer")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("exchange", ["peer", "collective"])
+def test_a_rank_that_stops_on_a_card_of_its_own_is_named_by_every_other(exchange):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    stopped("cuda", 2, exchange)
