@@ -60,6 +60,34 @@ def test_a_flag_that_never_comes_ends_the_wait(device):
     assert int(failed) == 1 and time.perf_counter() - begin < 5
 
 
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_all_flags_are_waited_for_as_long_as_some_come(device):
+    """Eight flags 30 ms apart, and polls for a standstill of about 60 ms; then one that does not come, and then none is
+    waited for."""
+    _, epoch, failed = words(device)
+    flags = torch.zeros(9, dtype=torch.int64, pin_memory=device == "cuda")
+    polls = 1000 if device == "cpu" else 40_000
+
+    def raise_them() -> None:
+        for i in torch.randperm(8).tolist():
+            time.sleep(0.03)
+            flags.numpy()[i] = 5
+
+    thread = threading.Thread(target=raise_them)
+    thread.start()
+    flag_wait(flags[:8], epoch, failed, polls)
+    finish(device)
+    assert int(failed) == 0 and (flags[:8] == 5).all()
+    thread.join()
+    flag_wait(flags, epoch, failed, polls)
+    finish(device)
+    assert int(failed) == 1
+    begin = time.perf_counter()
+    flag_wait(flags, epoch, failed, 1 << 30)
+    finish(device)
+    assert time.perf_counter() - begin < 0.1
+
+
 @pytest.mark.gpu
 def test_the_default_bound_is_seconds():
     from deltagram.ngram.host_step import POLLS

@@ -8,11 +8,16 @@ import random
 import numpy as np
 import torch
 
+from deltagram.kernels._layouts import BITS, PIECE, new_slots, new_state
+from deltagram.kernels.cache_keep import cache_keep
+from deltagram.kernels.cache_probe import cache_probe
 from deltagram.kernels.engram_fuse import engram_fuse
 from deltagram.kernels.flag_wait import flag_wait
+from deltagram.kernels.host_ask import host_ask
 from deltagram.kernels.ngram_hash import ngram_hash
 from deltagram.kernels.row_decode import row_decode
 from deltagram.kernels.row_lookup import row_lookup
+from deltagram.ngram.formats import RowFormat
 from deltagram.ngram.spec import HashConstants, HashSpec, qwen4_exp_spec
 from deltagram.testing.ngram import FORMATS, SCALE, random_table, same_bits
 from deltagram.testing.ngram_checkpoints import engram_hashes, longcat_hash
@@ -63,10 +68,37 @@ def check_fuse() -> None:
 
 
 def check_wait() -> None:
-    for value, outcome in ((4, 1), (5, 0), (6, 0)):
-        flag, epoch, failed = torch.tensor([value]), torch.tensor([5]), torch.tensor([0])
-        flag_wait(flag, epoch, failed, 3, impl="triton")
+    for flags, outcome in (([4], 1), ([5], 0), ([6, 5, 9], 0), ([6, 4, 9], 1)):
+        flag, epoch, failed = torch.tensor([*flags, 0]), torch.tensor([5]), torch.tensor([0])
+        flag_wait(flag[:-1], epoch, failed, 3, impl="triton")
         assert int(failed) == outcome
+
+
+def check_ask() -> None:
+    host_ids, asked, counters = torch.full((2048,), -7), torch.zeros(1, dtype=torch.int64), torch.tensor([0, 0])
+    for lookup, count in enumerate((1100, 5, PIECE, 1024), 1):
+        ids, pieces = torch.randint(-1, 1000, (count,)), -(-count // PIECE)
+        there = host_ids.clone()
+        host_ask(ids, host_ids, asked, counters, impl="triton")
+        assert torch.equal(host_ids[:count], ids) and (host_ids[count : pieces * PIECE] == -1).all()
+        assert torch.equal(host_ids[pieces * PIECE :], there[pieces * PIECE :])
+        assert int(asked) == (lookup << BITS) + pieces and counters.tolist() == [lookup, 0]
+
+
+def check_cache(form: RowFormat) -> None:
+    table, sets = random_table(form, 40), []
+    for impl in ("reference", "triton"):
+        generator = torch.Generator().manual_seed(1)
+        rows = torch.zeros(7, form.row_bytes, dtype=torch.uint8)
+        slots, state = new_slots(7, CPU), new_state(CPU)
+        for step in range(12):
+            ids = torch.randint(-1, 40 if step % 3 else 9, (1 + 3 * step,), generator=generator)
+            missing = cache_probe(ids, slots, state, impl=impl)
+            packed = row_lookup(table, missing)
+            cache_keep(ids, missing, packed, rows, slots, state, impl=impl)
+            assert torch.equal(packed, row_lookup(table, ids))
+        sets.append((rows, slots, state))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*sets, strict=True))
 
 
 torch.manual_seed(0)
@@ -76,5 +108,7 @@ check_hash(engram_hashes())
 check_hash([longcat_hash()])
 for each in FORMATS:
     check_rows(each)
+    check_cache(FORMATS[each])
 check_fuse()
 check_wait()
+check_ask()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-OPS = ("ngram_hash", "row_lookup", "row_decode", "engram_fuse", "flag_wait")
+OPS = ("ngram_hash", "row_lookup", "row_decode", "engram_fuse", "flag_wait", "host_ask", "cache_probe", "cache_keep")
 triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton (no GPU)")
 
 

@@ -12,6 +12,7 @@ from deltagram.models.config import read_config
 from deltagram.models.load import load_model
 from deltagram.ngram.disk import DiskStore
 from deltagram.ngram.helpers import HelperError
+from deltagram.ngram.host_step import FetchedRows
 from deltagram.testing.checkpoints import write_tiny_checkpoint
 
 PROMPT = list(b"the cat sat on the mat, the cat sat") + [256] + list(b"on the mat")
@@ -94,17 +95,17 @@ def test_an_unknown_placement_is_refused(tmp_path):
 
 
 def test_a_chain_without_its_rows_makes_the_step_void(tmp_path):
-    """The engine's check after a captured step reaches the helper of every table on disk, under a cache too."""
+    """The engine's check after a step reaches the helper of every table, under a cache too."""
     write_tiny_checkpoint(tmp_path)
     for placement in ("disk", "cached:1KiB:disk"):
         model, _ = load_model(
             tmp_path, read_config(tmp_path), 64, torch.device("cpu"), torch.float32, ngram_placement=placement
         )
-        model.run_ahead.check()
         store = getattr(model.stores[1], "below", model.stores[1])
-        store.reserve(8)
+        store.by_host = FetchedRows(store.fetch, store.format, torch.device("cpu"), 64)  # what it has on a GPU
+        model.run_ahead.wake()
         model.run_ahead.check()
-        store.in_graphs.close()
-        store.in_graphs.thread.join(timeout=5)
-        with pytest.raises(HelperError, match="the last step is void"):
+        store.by_host.close()
+        store.by_host.thread.join(timeout=5)
+        with pytest.raises(HelperError, match="fetching rows for the device has died"):
             model.run_ahead.check()

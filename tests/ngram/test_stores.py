@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections import defaultdict
 from pathlib import Path
 
@@ -17,11 +18,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltagram.ngram import disk, helpers, memory, stores
+from deltagram.kernels._layouts import HELD
+from deltagram.kernels.host_ask import host_ask
+from deltagram.kernels.row_lookup import row_lookup
+from deltagram.ngram import disk, helpers, host_step, memory
 from deltagram.ngram.cached import CachedStore
 from deltagram.ngram.disk import DiskStore, Segment
 from deltagram.ngram.formats import RowFormat
 from deltagram.ngram.helpers import HelperError, Workers
+from deltagram.ngram.host_gather import GatheredRows, GatherThreads
+from deltagram.ngram.host_step import FetchedRows
 from deltagram.ngram.placement import Placement, make_store, table_of
 from deltagram.ngram.stores import DeviceStore, HostStore, SharedStore
 from deltagram.testing.ngram import FORMATS, filled_store, random_table, same_bits, write_segments
@@ -69,9 +75,8 @@ def test_a_cache_never_changes_a_bit(lookups, slots):
         ids = torch.tensor(wanted)
         assert torch.equal(store.lookup(ids, None), table[ids.clamp(min=0)] * (ids >= 0)[:, None])
         known += int((ids >= 0).sum())
-        held = store.held[:-1]
-        assert torch.equal(store.rows[:-1][held >= 0], table[held[held >= 0]])  # each slot holds the row it claims
-        assert store.held[-1] == -1
+        held = store.slots[:, HELD]
+        assert torch.equal(store.rows[held >= 0], table[held[held >= 0]])  # each slot holds the row it claims
     assert int(store.lookups) == known and 0 <= int(store.hits) <= known
 
 
@@ -121,7 +126,7 @@ def test_reads_are_many_at_a_time(tmp_path, monkeypatch):
 
 def test_disk_memory_is_bounded(tmp_path, monkeypatch):
     """A lookup of many rows is done in pieces of CHUNK rows."""
-    monkeypatch.setattr(stores, "CHUNK", 8)
+    monkeypatch.setattr(disk, "CHUNK", 8)
     store, sizes = made("disk", FORMATS["bf16"], tmp_path), []
     fetch = store.fetch
     monkeypatch.setattr(store, "fetch", lambda ids, into: sizes.append(len(ids)) or fetch(ids, into))
@@ -277,6 +282,93 @@ def test_a_shared_table_of_another_size_is_refused():
     made("shared", FORMATS["bf16"], None).send(ours)
     with pytest.raises(ValueError, match=r"300 rows of 40 bytes; expected \(301, 40\)"):
         SharedStore.receive(theirs, ROWS + 1, FORMATS["bf16"], CPU, timeout=5)
+
+
+# By way of the host: the same code on a CPU, whose calling thread waits in the device's place
+
+
+def gathered(threads: int, capacity: int = 1000) -> tuple[GatheredRows, torch.Tensor]:
+    form = FORMATS["ue8m0"]
+    table = table_bytes(form)
+    return GatheredRows(table, form, CPU, capacity, GatherThreads(threads)), table
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("kind", ["gathered", "fetched"])
+def test_rows_by_way_of_the_host(kind, threads):
+    """Fewer rows than a piece, more than a chunk, more than there is room for; and after the helpers have slept."""
+    form = FORMATS["ue8m0"]
+    rows, table = gathered(threads, 200)
+    if kind == "fetched":
+        rows = FetchedRows(lambda ids, into: row_lookup(table, ids, into), form, CPU, 200)
+    plain = made("device", form, None)
+    for count in (1, 0, 64, 190, 1000, 3):
+        ids = torch.randint(-1, ROWS, (count,))
+        assert torch.equal(rows.lookup(ids, None, None), plain.lookup(ids, None))
+        assert same_bits(rows.lookup(ids, torch.bfloat16, None), plain.lookup(ids, torch.bfloat16))
+        time.sleep(0.02)
+    rows.check()
+    rows.close()
+
+
+def test_a_large_lookup_does_not_hold_up_a_small_one():
+    """The remedy for large lookups that starve decoding: threads take a piece of each lookup in turn. The small one's
+    table is the memory where the large one's pieces are noted: its rows say how many were done when it was served."""
+    threads = GatherThreads(1)
+    threads.close()  # until both are asked for
+    native, state = threads.native, threads.state
+    form = RowFormat(torch.float32, 128)
+    large = GatheredRows(torch.zeros(1, 512, dtype=torch.uint8), form, CPU, 1 << 14, threads)
+    small = GatheredRows(large.done.view(torch.uint8).view(-1, 512), form, CPU, 64, threads)
+    ids = torch.zeros(1 << 14, dtype=torch.int64)
+    host_ask(ids, large.ids, large.asked, large.counters)
+    host_ask(torch.arange(4), small.ids, small.asked, small.counters)
+    state[native.STOP] = 0
+    thread = threading.Thread(target=native.serve, args=(0, state.data_ptr()))
+    thread.start()
+    while not (large.done.all() and small.done.all()):
+        time.sleep(1e-3)
+    state[native.STOP] = 1
+    thread.join()
+    assert len(large.done) == 256 and int((small.staged[:4].view(torch.int64) != 0).sum()) <= 2
+
+
+def test_a_lookup_whose_helpers_are_gone_is_an_error_within_five_seconds(monkeypatch):
+    monkeypatch.setattr(host_step, "POLLS", 2000)
+    rows, _ = gathered(2)
+    begin = time.monotonic()
+    rows.threads.close()
+    assert not any(thread.is_alive() for thread in rows.threads.threads)
+    rows.lookup(torch.arange(5), None, None)
+    with pytest.raises(HelperError, match="the host did not bring the rows of a lookup"):
+        rows.check()
+    rows.close()
+    assert time.monotonic() - begin < 5
+
+
+def test_what_threads_read_is_let_go():
+    """A table without lookups is not kept, and threads that serve nothing can still end."""
+    rows, table = gathered(2)
+    rows.lookup(torch.arange(5), None, None)
+    gone = weakref.ref(table)
+    threads = rows.threads
+    del rows, table
+    gc.collect()
+    assert gone() is None
+    threads.close()
+
+
+def test_a_fetch_that_fails_is_the_lookups_error(monkeypatch):
+    monkeypatch.setattr(host_step, "POLLS", 2000)
+    rows = FetchedRows(lambda ids, into: 1 / 0, FORMATS["bf16"], CPU, 64)
+    rows.lookup(torch.arange(5), None, None)
+    with pytest.raises(ZeroDivisionError):
+        rows.check()
+    dead = FetchedRows(lambda ids, into: None, FORMATS["bf16"], CPU, 64)
+    dead.close()
+    dead.thread.join(timeout=5)
+    with pytest.raises(HelperError, match="fetching rows for the device has died"):
+        dead.check()
 
 
 # Host memory

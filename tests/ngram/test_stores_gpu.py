@@ -8,12 +8,14 @@ import time
 import pytest
 import torch
 
-from deltagram.ngram import host_step, stores
 from deltagram.ngram.formats import RowFormat
 from deltagram.ngram.helpers import HelperError
-from deltagram.ngram.host_step import HostStep
+from deltagram.ngram.host_gather import GatheredRows, GatherThreads
+from deltagram.ngram.host_step import FetchedRows
+from deltagram.ngram.spec import HashConstants
 from deltagram.ngram.stores import HostStore, SharedStore
 from deltagram.testing.ngram import FORMATS, filled_store, random_table, same_bits
+from deltagram.testing.ngram_checkpoints import engram_hashes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ROWS = 300
@@ -45,63 +47,162 @@ def test_the_bits_of_the_cpu(placement, form, tmp_path):
 
 
 @pytest.mark.gpu
-def test_pieces_wrap_around_the_staging(monkeypatch):
-    monkeypatch.setattr(stores, "CHUNK", 50)
-    form = FORMATS["ue8m0"]
-    store = made("host", form, None, None, CUDA)
-    ids = torch.randint(-1, ROWS, (1999,))
-    want = made("device", form, None).lookup(ids, None)
-    assert torch.equal(store.gather(ids.cuda(), None).cpu(), want)
-    assert store._staging.host.shape == (8, 50, form.row_bytes)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("placement", ["device", "host", "shared", "disk", "cached:2KiB:host", "cached:2KiB:disk"])
-def test_replays_read_the_ids_of_their_own_step(placement, tmp_path):
-    """The remedy for stale staging: ids are read, and rows fetched, at every replay."""
+@pytest.mark.parametrize("capacity", [64, 200, 1 << 17])
+def test_lookups_larger_than_their_buffers(capacity):
     form = FORMATS["ue8m0"]
     table = table_bytes(form)
-    store, plain = made(placement, form, tmp_path, table, CUDA), made("device", form, tmp_path, table)
-    below = getattr(store, "below", store)
-    if placement.endswith("disk"):
-        below.reserve(60)
-    assert store.capturable
-    ids = torch.zeros(20, 3, dtype=torch.int64, device=CUDA)
-    store.lookup(ids, torch.bfloat16)  # compiles
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream):
-        out = store.lookup(ids, torch.bfloat16)
-    for _ in range(20):
-        new = torch.randint(-1, ROWS, (20, 3))
-        ids.copy_(new)
-        graph.replay()
-        assert same_bits(out.cpu(), plain.lookup(new, torch.bfloat16))
-    if placement.endswith("disk"):
-        below.in_graphs.check()
+    rows, plain = GatheredRows(table, form, CUDA, capacity), made("device", form, None)
+    for count in (1, 1999, 20_000):
+        ids = torch.randint(-1, ROWS, (count,))
+        assert torch.equal(rows.lookup(ids.cuda(), None, None).cpu(), plain.lookup(ids, None))
+        assert same_bits(rows.lookup(ids.cuda(), torch.bfloat16, None).cpu(), plain.lookup(ids, torch.bfloat16))
+    rows.check()
+    rows.close()
+
+
+STEPS = {
+    "device": "device",
+    "host, in place": "host",
+    "host, gathered": "host",
+    "shared, gathered": "shared",
+    "disk": "disk",
+    "cached host, in place": "cached:4KiB:host",
+    "cached host, gathered": "cached:4KiB:host",
+    "cached disk": "cached:4KiB:disk",
+}
 
 
 @pytest.mark.gpu
-def test_a_helper_that_dies_between_replays_is_an_error_within_five_seconds():
-    form = FORMATS["bf16"]
-    step = HostStep(lambda ids, into: into.zero_(), form, CUDA, 8)
-    ids = torch.zeros(8, dtype=torch.int64, device=CUDA)
-    step.lookup(ids, None, None)
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("num_tokens", [3, 60])
+def test_a_captured_step_reads_the_tokens_of_its_own_replay(name, num_tokens, tmp_path):
+    """Hash and lookup in one graph, replayed for many steps whose tokens change: each has the rows of its own tokens,
+    whether the host is awake or not, and those of the plain table bit by bit."""
+    form, (spec, *_) = FORMATS["ue8m0"], engram_hashes()
+    table = random_table(form, spec.num_rows)
+    store = filled_store(STEPS[name], form, table, tmp_path, CUDA)
+    plain = filled_store("device", form, table, None, CPU)
+    below = getattr(store, "below", store)
+    if isinstance(below, HostStore):
+        below.crossover = 0 if "gathered" in name else 1 << 30
+    vocabulary = len(spec.token_map)
+    history = torch.zeros(2, 200, dtype=torch.int32, device=CUDA)
+    sequence, row = (torch.zeros(n, dtype=torch.int32, device=CUDA) for n in (num_tokens, 1))
+    position = torch.arange(num_tokens, dtype=torch.int32, device=CUDA)
+    constants, on_host = HashConstants.of([spec], CUDA), HashConstants.of([spec], CPU)
+
+    def step() -> torch.Tensor:
+        return store.lookup(constants.ids(history, sequence, row, position)[0], torch.bfloat16)
+
+    step()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+        out = step()
+    for turn in range(30):
+        text = torch.randint(vocabulary, (2, 200), dtype=torch.int32)
+        first = turn % 100
+        history.copy_(text)
+        position.copy_(torch.arange(first, first + num_tokens))
+        sequence[-1] = -1 if turn % 4 == 0 else 0  # padding
+        if turn % 2:
+            store.wake()
+        graph.replay()
+        torch.cuda.synchronize()
+        store.check()
+        ids = on_host.ids(text, *(each.cpu() for each in (sequence, row, position)))[0]
+        assert same_bits(out.cpu(), plain.lookup(ids, torch.bfloat16)), turn
+        time.sleep(0.01 * (turn % 3))
+
+
+@pytest.mark.gpu
+def test_replays_one_after_the_other_without_waiting():
+    """Steps launched while the last one still runs: the host serves them in order, and no step sees another's rows."""
+    form = FORMATS["ue8m0"]
+    table = table_bytes(form)
+    store, plain = made("host", form, None, table, CUDA), made("device", form, None, table)
+    store.crossover = 0
+    ids, outs = torch.zeros(500, dtype=torch.int64, device=CUDA), []
+    store.lookup(ids, None)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step.lookup(ids, None, None)
+        out = store.lookup(ids, None)
+    news = [torch.randint(-1, ROWS, (500,)) for _ in range(50)]
+    on_device = [new.cuda() for new in news]
+    for new in on_device:
+        ids.copy_(new)
+        graph.replay()
+        outs.append(out.clone())
+    torch.cuda.synchronize()
+    store.check()
+    for new, found in zip(news, outs, strict=True):
+        assert torch.equal(found.cpu(), plain.lookup(new, None))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["gathered", "fetched"])
+def test_helpers_that_end_between_replays_are_an_error_within_five_seconds(kind):
+    form = FORMATS["bf16"]
+    table = table_bytes(form)
+    if kind == "fetched":
+        rows = FetchedRows(lambda ids, into: into.zero_(), form, CUDA, 64)
+    else:
+        rows = GatheredRows(table, form, CUDA, 64, GatherThreads(2))
+    ids = torch.zeros(8, dtype=torch.int64, device=CUDA)
+    rows.lookup(ids, None, None)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rows.lookup(ids, None, None)
     graph.replay()
     torch.cuda.synchronize()
-    step.check()
-    step.close()
-    step.thread.join()
+    rows.check()
+    if kind == "fetched":
+        rows.close()
+        rows.thread.join()
+    else:
+        rows.threads.close()
     begin = time.monotonic()
     graph.replay()
     torch.cuda.synchronize()
-    with pytest.raises(HelperError, match="has died or is stuck"):
-        step.check()
-    assert time.monotonic() - begin < 5 and int(step.failed) == 1
+    with pytest.raises(HelperError, match=r"did not bring the rows|has died"):
+        rows.check()
+    assert time.monotonic() - begin < 5 and int(rows.failed) == 1
+
+
+@pytest.mark.gpu
+def test_large_lookups_beside_a_step_do_not_starve_its_small_ones():
+    """4 GiB of rows: lookups of 98304 rows on a stream of their own, and a step's of 144 on another. Read in place the
+    large ones fill the device's queue to the host; gathered by the host they leave it free."""
+    form, num_rows = RowFormat(torch.float8_e4m3fn, 256, 32), (4 << 30) // 264
+    store = HostStore(num_rows, form, CUDA, crossover=1 << 14)
+    small, large = (torch.randint(num_rows, (n,), device=CUDA) for n in (144, 98304))
+    outs = [torch.empty(len(ids), 264, dtype=torch.uint8, device=CUDA) for ids in (small, large)]
+    beside = torch.cuda.Stream(priority=0)
+
+    def small_us(crossover: int) -> float:
+        """Median time of a small lookup while large ones run."""
+        times = []
+        store.crossover = crossover
+        for _ in range(12):
+            torch.cuda.synchronize()
+            with torch.cuda.stream(beside):
+                for _ in range(3):
+                    store.lookup(large, None, outs[1])
+            time.sleep(2e-4)
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            small.random_(num_rows)
+            marks[0].record()
+            store.lookup(small, None, outs[0])
+            marks[1].record()
+            torch.cuda.synchronize()
+            times.append(marks[0].elapsed_time(marks[1]) * 1e3)
+        return sorted(times)[len(times) // 2]
+
+    gathered, in_place = small_us(1 << 14), small_us(1 << 30)
+    print(f"a small lookup beside large ones: {gathered:.0f} us where those are gathered, {in_place:.0f} us in place")
+    assert gathered < 100 and gathered < in_place / 2
 
 
 @pytest.mark.gpu
@@ -117,7 +218,7 @@ def test_a_host_table_takes_no_device_memory_but_staging():
     for dtype in (None, torch.bfloat16):
         store.gather(ids, dtype)
     out = ids.numel() * (264 + 512) + ids.nbytes
-    assert torch.cuda.max_memory_allocated() - before < out + stores.CHUNK * 264 * 2 + (1 << 20)
+    assert torch.cuda.max_memory_allocated() - before < out + (1 << 20)
     assert store.memory.nbytes == rows * 264
 
 
@@ -156,29 +257,3 @@ def test_a_second_process_reads_the_shared_table_in_place():
     theirs.close()
     store.send(ours)
     assert [int(line) for line in process.stdout] == [int(table_bytes(FORMATS["bf16"]).long().sum())] * 2
-
-
-def test_the_host_step_on_a_cpu():
-    """The same code without a GPU: each lookup gets its own rows, errors come out, a dead helper is named."""
-    form = FORMATS["ue8m0"]
-    table = table_bytes(form)
-    plain = made("device", form, None, table)
-    step = HostStep(lambda ids, into: plain.lookup(ids, None, into), form, CPU, 60)
-    for _ in range(10):
-        ids = torch.randint(-1, ROWS, (20, 3))
-        assert same_bits(step.lookup(ids, torch.bfloat16, None), plain.lookup(ids, torch.bfloat16))
-        assert torch.equal(step.lookup(ids[:4], None, None), plain.lookup(ids[:4], None))
-    step.check()
-    with pytest.raises(ValueError, match="a captured lookup of 61 rows; 60 were reserved"):
-        step.lookup(torch.zeros(61, dtype=torch.int64), None, None)
-    step.fetch = lambda ids, into: 1 / 0
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_step, "POLLS", 2000)
-        step.lookup(ids, None, None)
-    with pytest.raises(ZeroDivisionError):
-        step.check()
-    dead = HostStep(lambda ids, into: None, form, CPU, 1)
-    dead.close()
-    dead.thread.join(timeout=5)
-    with pytest.raises(HelperError, match="fetching rows for graphs has died"):
-        dead.check()

@@ -1,5 +1,7 @@
 """Words that a CPU kernel shares with other threads, and with a device that reads and writes page-locked memory.
 
+All are known by their addresses:
+
     look(p)  the int64 at address p, before everything that follows;    post(p, x)  writes it, after everything before
     swap(p, old, new)  writes `new` if the word is `old`: whether it was
     sleep_at(p, seen)  until `wake_at(p)`, unless the word is no longer `seen`;    doze(us)  for microseconds
@@ -25,8 +27,8 @@ _FUTEX = {"x86_64": 202, "aarch64": 98}.get(_MACHINE, 0)
 _WAIT_PRIVATE, _WAKE_PRIVATE = 128, 129
 _MOMENT = {"x86_64": ("llvm.x86.sse2.pause", []), "aarch64": ("llvm.aarch64.hint", [INT(1)])}.get(_MACHINE)
 
-_system = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
-_usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
+_system: Any = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
+_usleep: Any = types.ExternalFunction("usleep", types.int32(types.uint32))
 
 
 @intrinsic

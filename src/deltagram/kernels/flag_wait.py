@@ -1,13 +1,14 @@
-"""The one place where a step on the device waits for the host: until a flag in page-locked memory has come to an epoch.
+"""The one place where a step on the device waits for the host: until flags in page-locked memory have come to an epoch.
 
-    wait until flag >= epoch, looking at most `polls` times;  then failed = 1 if it has not
+    wait until every flag >= epoch;  then failed = 1 if one of them is not
 
-A look at host memory takes a device about a microsecond, so that `polls` bounds the wait: a helper of the host that
-has died ends it as an error, never as a hang. What the host wrote before the flag can be read by everything after
-this op.
+It looks at the flags at most `polls` times without seeing another one come. A look at host memory takes a device a
+microsecond or two, so that `polls` bounds the wait: a helper of the host that has died ends it as an error, never as a
+hang, while one that is slow is waited for. Once failed is 1 nothing is waited for. What the host wrote before a flag
+can be read by everything after this op.
 
-Shapes, all int64 [1]: flag in page-locked host memory, epoch on the device, failed in page-locked host memory (left
-as it is on success). On CPU tensors the wait is the calling thread's.
+Shapes, all int64: flag [n] in page-locked host memory, epoch [1] on the device, failed [1] in page-locked host memory
+(left as it is on success). On CPU tensors the wait is the calling thread's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import time
 import torch
 from torch import Tensor
 
-from deltagram.kernels._triton import Build, Impl, choose, jit, tl
+from deltagram.kernels._triton import Build, Impl, choose, jit, power_of_two, tl
+
+_WARPS = 4
 
 
 def flag_wait(flag: Tensor, epoch: Tensor, failed: Tensor, polls: int, impl: Impl = None) -> None:
@@ -27,31 +30,33 @@ def flag_wait(flag: Tensor, epoch: Tensor, failed: Tensor, polls: int, impl: Imp
 
 
 def _reference(flag: Tensor, epoch: Tensor, failed: Tensor, polls: int) -> None:
-    wanted = int(epoch)
-    for _ in range(polls):
-        if int(flag) >= wanted:
-            return
+    flags, wanted = flag.numpy(), int(epoch)
+    left, came = 0 if int(failed) else polls, 0
+    while (now := int((flags >= wanted).sum())) < len(flags) and left > 0:
+        left, came = left - 1 if now == came else polls, now
         time.sleep(1e-6)
-    if int(flag) < wanted:
+    if now < len(flags):
         failed.fill_(1)
 
 
-@jit(do_not_specialize=["polls"])
-def _kernel(flag, epoch, failed, polls):  # type: ignore[no-untyped-def]
+@jit(do_not_specialize=["count", "polls"])
+def _kernel(flag, epoch, failed, count, polls, FLAGS: tl.constexpr):  # type: ignore[no-untyped-def]
     wanted = tl.load(epoch)
-    seen = tl.load(flag, volatile=True)
-    left = polls
-    while (seen < wanted) & (left > 0):
-        seen = tl.load(flag, volatile=True)
-        left -= 1
-    if seen < wanted:
+    i = tl.arange(0, FLAGS)
+    came = tl.sum((tl.load(flag + i, mask=i < count, other=0, volatile=True) >= wanted).to(tl.int32), 0)
+    left = tl.where(tl.load(failed, volatile=True) == 0, polls, 0)
+    while (came < count) & (left > 0):
+        now = tl.sum((tl.load(flag + i, mask=i < count, other=0, volatile=True) >= wanted).to(tl.int32), 0)
+        left = tl.where(now == came, left - 1, polls)
+        came = now
+    if came < count:
         tl.store(failed, 1)
 
 
 def _launch(flag: Tensor, epoch: Tensor, failed: Tensor, polls: int) -> None:
-    _kernel[(1,)](flag, epoch, failed, polls, num_warps=1)
+    _kernel[(1,)](flag, epoch, failed, len(flag), polls, power_of_two(len(flag), 128), num_warps=_WARPS)
 
 
 def ahead_of_time() -> list[Build]:
-    types = {"flag": "*i64", "epoch": "*i64", "failed": "*i64", "polls": "i32"}
-    return [Build(_kernel, types, {}, {"num_warps": 1})]
+    types = {"flag": "*i64", "epoch": "*i64", "failed": "*i64", "count": "i32", "polls": "i32"}
+    return [Build(_kernel, types, {"FLAGS": flags}, {"num_warps": _WARPS}) for flags in (128, 512)]

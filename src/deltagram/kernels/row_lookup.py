@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deltagram.kernels._layouts import word_type
 from deltagram.kernels._triton import Build, Impl, choose, jit, tl
 
 _WORDS, _WARPS = 512, 4  # a program's words, each the largest integer that divides a row
@@ -69,11 +70,6 @@ def _launch(table: Tensor, ids: Tensor, out: Tensor | None = None, keep: bool = 
         grid = (-(-count * row_words // words),)
         _kernel[grid](table.view(word), ids, out.view(word), count, row_words, keep, words, num_warps=_WARPS)
     return out
-
-
-def word_type(row_bytes: int) -> torch.dtype:
-    """The largest integer that divides a row."""
-    return next(t for t in (torch.int64, torch.int32, torch.int16, torch.uint8) if row_bytes % t.itemsize == 0)
 
 
 def ahead_of_time() -> list[Build]:

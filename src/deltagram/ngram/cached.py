@@ -1,16 +1,18 @@
 """A device-resident set of hot rows over any placement.
 
-A set of one row a slot (id modulo slots), with a second chance: a row that was used since it was last challenged
-stays, so that a burst of cold rows does not empty the set. Every decision is made on the device by operations of
-fixed shape, so that a lookup can be captured wherever that of the placement below can. A row is stored and handed out
-as the bytes it is: no bit changes.
+A set of one row a slot (id modulo slots), with a second chance: a row that was hit since another last wanted its place
+stays, so that a burst of cold rows does not empty the set. Every decision is made on the device, by
+kernels/cache_probe.py and cache_keep.py, so that a lookup can be captured wherever that of the placement below can. A
+row is stored and handed out as the bytes it is: no bit changes.
 """
 
 import torch
 from torch import Tensor
 
+from deltagram.kernels._layouts import HITS, LOOKUPS, new_slots, new_state
+from deltagram.kernels.cache_keep import cache_keep
+from deltagram.kernels.cache_probe import cache_probe
 from deltagram.kernels.row_decode import row_decode
-from deltagram.kernels.row_lookup import row_lookup
 from deltagram.ngram.stores import RowStore
 
 
@@ -25,59 +27,29 @@ class CachedStore:
         if num_slots < 1:
             raise ValueError(f"a cache of {num_slots} rows; expected at least one row of {below.format}")
         self.below, self.num_slots = below, num_slots
-        self.num_rows, self.format = below.num_rows, below.format
-        self.needs_host_tokens = below.needs_host_tokens
+        self.num_rows, self.format, self.capturable = below.num_rows, below.format, below.capturable
         self.scale: Tensor | None = getattr(below, "scale", None)
+        self.rows = torch.empty(num_slots, self.format.row_bytes, dtype=torch.uint8, device=device)
+        self.slots, self.state = new_slots(num_slots, device), new_state(device)
+        self.hits, self.lookups = self.state[HITS : HITS + 1], self.state[LOOKUPS : LOOKUPS + 1]
 
-        def made(*shape: int, dtype: torch.dtype = torch.int64, fill: int = -1) -> Tensor:
-            return torch.full(shape, fill, dtype=dtype, device=device)
-
-        # One slot more than can be found takes what must not be kept.
-        self.rows = torch.empty(num_slots + 1, self.format.row_bytes, dtype=torch.uint8, device=device)
-        self.held = made(num_slots + 1)
-        self.used = made(num_slots + 1, dtype=torch.bool, fill=False)
-        self.claim = made(num_slots + 1)
-        self.turn = made(1, fill=0)
-        self.hits, self.lookups = made(1, fill=0), made(1, fill=0)
-
-    @property
-    def capturable(self) -> bool:
+    def wake(self) -> None:
         """See RowStore."""
-        return self.below.capturable
+        self.below.wake()
+
+    def check(self) -> None:
+        """See RowStore."""
+        self.below.check()
 
     def lookup(self, ids: Tensor, dtype: torch.dtype | None, out: Tensor | None = None) -> Tensor:
         """See RowStore."""
-        flat = ids.reshape(-1).long()
-        slot = flat.remainder(self.num_slots)
-        held = self.held[slot]
-        present = flat >= 0
-        hit = present & (held == flat)
-        self.hits += hit.sum()
-        self.lookups += present.sum()
-        into = out if dtype is None and out is not None else None
-        found = self.below.lookup(torch.where(hit, -1, ids.reshape(-1)).view(ids.shape), None, into)
-        packed = found.view(-1, self.format.row_bytes)
-        row_lookup(self.rows, torch.where(hit, slot, -1), packed, keep=True)
-        self._keep(flat, slot, held, hit, present & ~hit, packed)
+        form, flat = self.format, ids.reshape(-1).long()
+        missing = cache_probe(flat, self.slots, self.state)
+        packed = None if out is None or dtype is not None else out.view(-1, form.row_bytes)
+        packed = self.below.lookup(missing, None, packed)
+        cache_keep(flat, missing, packed, self.rows, self.slots, self.state)
         if dtype is None:
-            return found
-        form = self.format
-        order = torch.where(present, torch.arange(len(flat), device=flat.device), -1).view(ids.shape)
+            return packed.view(*ids.shape, form.row_bytes) if out is None else out
+        # Absent rows are zero bytes, which decode to zeros unless the scale is not finite: none is.
+        order = torch.arange(len(flat), device=flat.device).view(ids.shape)
         return row_decode(packed, order, form.values, form.dim, dtype, form.group, self.scale, out)
-
-    def _keep(self, flat: Tensor, slot: Tensor, held: Tensor, hit: Tensor, miss: Tensor, packed: Tensor) -> None:
-        """Let one of the missed rows into each slot whose own row was not used since the last challenge."""
-        nowhere = self.num_slots
-        challenged = torch.where(miss, slot, nowhere)
-        enters = miss & ~(self.used[slot] & (held >= 0))
-        self.used.index_fill_(0, challenged, False)
-        self.used.index_fill_(0, torch.where(hit, slot, nowhere), True)
-        # Of several rows for a slot the last wins. Claims grow from lookup to lookup, so that they need no clearing.
-        order = self.turn + torch.arange(len(flat), device=flat.device)
-        self.turn += len(flat)
-        self.claim.scatter_reduce_(0, torch.where(enters, slot, nowhere), order, "amax")
-        wins = enters & (self.claim[slot] == order)
-        target = torch.where(wins, slot, nowhere)
-        self.rows[target] = packed
-        self.held[target] = torch.where(wins, flat, -1)
-        self.held[nowhere:].fill_(-1)

@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deltagram.kernels.row_decode import row_decode
 from deltagram.ngram.formats import RowFormat
 from deltagram.ngram.helpers import Workers
-from deltagram.ngram.host_step import HostStep
-from deltagram.ngram.stores import Staging
+from deltagram.ngram.host_step import FetchedRows
 
+CHUNK = 4096  # rows fetched at a time
 READERS = 4  # threads; more of them wait for each other's turns in Python
 _JOB = 256  # reads a job, all announced before the first is made
 
@@ -41,10 +42,10 @@ class Segment:
 class DiskStore:
     """A table in files, which must stay as they are while it is open.
 
-    A lookup can be captured once `reserve` has said how many rows it may take.
+    On a CUDA device a thread of its own fetches the rows, for captured lookups too: see host_step.py.
     """
 
-    needs_host_tokens = True
+    capturable = True
 
     def __init__(
         self,
@@ -67,27 +68,42 @@ class DiskStore:
         for descriptor in self._files.values():
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         self._workers = Workers(READERS, "reading rows from disk")
-        self._staging: Staging | None = None
-        self.in_graphs: HostStep | None = None
         self.rows_read = 0
+        self.by_host = FetchedRows(self.fetch, format, device) if device.type == "cuda" else None
 
-    @property
-    def capturable(self) -> bool:
+    def wake(self) -> None:
         """See RowStore."""
-        return self.in_graphs is not None
 
-    def reserve(self, max_rows: int) -> None:
-        """Make ready for captured lookups of up to `max_rows` rows. Call `in_graphs.check()` after each replay."""
-        self.in_graphs = HostStep(self.fetch, self.format, self.device, max_rows)
+    def check(self) -> None:
+        """See RowStore."""
+        if self.by_host is not None:
+            self.by_host.check()
 
     def lookup(self, ids: Tensor, dtype: torch.dtype | None, out: Tensor | None = None) -> Tensor:
-        """See RowStore. Raises ValueError naming the tensor for a failed read, HelperError if reading stops."""
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            assert self.in_graphs is not None, "reserve rows before capturing"
-            return self.in_graphs.lookup(ids, dtype, self.scale, out)
-        if self._staging is None:
-            self._staging = Staging(self.format, self.device)
-        return self._staging.lookup(ids, dtype, self.scale, self.fetch, out)
+        """See RowStore. Outside a capture raises ValueError naming the tensor for a failed read, HelperError if reading
+        stops."""
+        if self.by_host is None:
+            return self._lookup_here(ids, dtype, out)
+        found = self.by_host.lookup(ids, dtype, self.scale, out)
+        if not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream(self.device).synchronize()
+            self.check()
+        return found
+
+    def _lookup_here(self, ids: Tensor, dtype: torch.dtype | None, out: Tensor | None) -> Tensor:
+        form = self.format
+        width = form.row_bytes if dtype is None else form.dim
+        if out is None:
+            out = torch.empty(*ids.shape, width, dtype=dtype or torch.uint8)
+        flat, rows = ids.reshape(-1), out.view(-1, width)
+        for wanted, target in zip(flat.split(CHUNK), rows.split(CHUNK), strict=True):
+            staged = target if dtype is None else torch.empty(len(wanted), form.row_bytes, dtype=torch.uint8)
+            self.fetch(wanted, staged)
+            if dtype is not None:
+                # Absent rows are zero bytes, which decode to zeros unless the scale is not finite: none is.
+                order = torch.arange(len(wanted))
+                row_decode(staged, order, form.values, form.dim, dtype, form.group, self.scale, target)
+        return out
 
     def fetch(self, ids: Tensor, into: Tensor) -> None:
         """Rows of host `ids` [n] into host memory `into` [n, row_bytes]."""
@@ -109,8 +125,8 @@ class DiskStore:
 
     def close(self) -> None:
         """Close the files and end the readers."""
-        if self.in_graphs is not None:
-            self.in_graphs.close()
+        if self.by_host is not None:
+            self.by_host.close()
         self._workers.close()
         for descriptor in self._files.values():
             os.close(descriptor)

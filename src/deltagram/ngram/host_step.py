@@ -1,8 +1,12 @@
-"""The host's part of a captured step: rows that only the host can reach, for a graph that replays without it.
+"""Lookups by way of the host, of rows that only the host reaches or reaches sooner: the same in a graph and outside.
 
-Inside the graph the ids are copied to page-locked memory and announced by an epoch; a helper thread that watches the
-epoch fetches the rows into staging and raises a flag; the graph waits for the flag, for a bounded time, and copies
-the rows on. Ids and epoch are made anew by each replay, so that no replay can see the rows of another.
+The device asks for its rows by their ids, waits for a chunk of them and copies it, while the host fetches the next. So
+the host needs neither the step's tokens nor the step loop for it: a step can be replayed before the host knows what the
+last one sampled. Ids and rows are made anew by each replay, and no replay can see those of another. `FetchedRows` are
+brought by a function in a thread of its own, `GatheredRows` (host_gather.py) by threads that run without Python.
+
+Whoever runs captured steps calls `wake` before a replay, which spares its first lookup the time that helpers take to
+wake up, and `check` when the step is over: it raises for a step that went without its rows, whose results are void.
 """
 
 import threading
@@ -12,83 +16,118 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from deltagram.kernels._layouts import BITS, PIECE
 from deltagram.kernels.flag_wait import flag_wait
+from deltagram.kernels.host_ask import host_ask
 from deltagram.kernels.row_decode import row_decode
 from deltagram.ngram.formats import RowFormat
 from deltagram.ngram.helpers import HelperError
 
+CAPACITY = 1 << 17  # rows of one lookup; larger ones are several
 POLLS = 2_000_000  # of about a microsecond
-_IDLE = 20e-6  # seconds between two looks at the epoch
+CHUNK = 64  # pieces copied at a time
+_IDLE = 20e-6  # seconds between two looks at what is asked
 
 
 class HostStep:
-    """Lookups of up to `max_rows` rows by `fetch(host ids [n], into [n, row_bytes])`, from within graphs.
+    """The buffers of lookups from a table of `format`, which serve one stream. Make it before capturing.
 
-    Its buffers serve one lookup at a time: those of one stream. Make it before capturing.
+    Memory: `capacity` rows and ids, page-locked where `device` is a CUDA device.
     """
 
-    def __init__(
-        self, fetch: Callable[[Tensor, Tensor], None], format: RowFormat, device: torch.device, max_rows: int
-    ) -> None:
-        self.fetch, self.format, self.device, self.max_rows = fetch, format, device, max_rows
+    def __init__(self, format: RowFormat, device: torch.device, capacity: int = CAPACITY) -> None:
+        self.format, self.device = format, device
+        self.capacity = -(-capacity // PIECE) * PIECE
         pinned = device.type == "cuda"
-
-        def host(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, pin_memory=pinned)
-
-        self.ids, self.staged = host(max_rows), host(max_rows, format.row_bytes, dtype=torch.uint8)
-        # The last lookup that was asked for, and its rows; the last that was served; whether a wait has failed.
-        self.asked, self.count, self.served, self.failed = host(1), host(1), host(1), host(1)
-        self.epoch = torch.zeros(1, dtype=torch.int64, device=device)
-        self.rows = torch.empty(max_rows, format.row_bytes, dtype=torch.uint8, device=device)
-        self.order = torch.arange(max_rows, device=device)
-        self.error: BaseException | None = None
-        self._stop = threading.Event()
-        self.thread = threading.Thread(target=self._serve, name="fetching rows for graphs", daemon=True)
-        self.thread.start()
+        self.ids = torch.zeros(self.capacity, dtype=torch.int64, pin_memory=pinned)
+        self.staged = torch.zeros(self.capacity, format.row_bytes, dtype=torch.uint8, pin_memory=pinned)
+        words = torch.zeros(16 + self.capacity // PIECE, dtype=torch.int64, pin_memory=pinned)
+        # Who writes to a line of memory has it to itself: the device, the device when a wait has failed, the host.
+        self.asked, self.failed, self.done = words[:1], words[8:9], words[16:]
+        self.counters = torch.zeros(2, dtype=torch.int64, device=device)
 
     def lookup(self, ids: Tensor, dtype: torch.dtype | None, scale: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """RowStore.lookup, to be captured. Raises ValueError for more than `max_rows` ids."""
-        flat, form = ids.reshape(-1), self.format
-        count = len(flat)
-        if count > self.max_rows:
-            raise ValueError(f"a captured lookup of {count} rows; {self.max_rows} were reserved")
-        self.ids[:count].copy_(flat, non_blocking=True)
-        self.count.copy_(torch.full((1,), count, device=self.device), non_blocking=True)
-        self.epoch += 1
-        self.asked.copy_(self.epoch, non_blocking=True)
-        flag_wait(self.served, self.epoch, self.failed, POLLS)
-        rows = self.rows[:count]
-        rows.copy_(self.staged[:count], non_blocking=True)
+        """RowStore.lookup, captured or not. Nobody waits but the device."""
+        form, flat = self.format, ids.reshape(-1)
+        if dtype is None and out is not None:
+            packed = out
+        else:
+            packed = torch.empty(*ids.shape, form.row_bytes, dtype=torch.uint8, device=self.device)
+        rows = packed.view(len(flat), form.row_bytes)
+        for wanted, found in zip(flat.split(self.capacity), rows.split(self.capacity), strict=True):
+            self._bring(wanted, found)
         if dtype is None:
-            packed = rows.view(*ids.shape, form.row_bytes)
-            return packed.clone() if out is None else out.copy_(packed)
-        if out is None:
-            out = torch.empty(*ids.shape, form.dim, dtype=dtype, device=self.device)
-        row_decode(rows, self.order[:count], form.values, form.dim, dtype, form.group, scale, out.view(count, form.dim))
-        return out
+            return packed
+        # Absent rows are zero bytes, which decode to zeros unless the scale is not finite: none is.
+        order = torch.arange(len(flat), device=self.device).view(ids.shape)
+        return row_decode(rows, order, form.values, form.dim, dtype, form.group, scale, out)
+
+    def _bring(self, ids: Tensor, rows: Tensor) -> None:
+        if not len(ids):
+            return
+        host_ask(ids, self.ids, self.asked, self.counters)
+        for first in range(0, -(-len(ids) // PIECE), CHUNK):
+            last = min(first + CHUNK, -(-len(ids) // PIECE))
+            flag_wait(self.done[first:last], self.counters[:1], self.failed, POLLS)
+            part = slice(first * PIECE, min(last * PIECE, len(ids)))
+            rows[part].copy_(self.staged[part], non_blocking=True)
+
+    def wake(self) -> None:
+        """Before a replay: its lookups find the helpers awake."""
 
     def check(self) -> None:
-        """Raises HelperError, or the error of a read, if a step since the last check went without its rows."""
-        if self.error is not None:
-            raise self.error
-        if not self.thread.is_alive() or int(self.failed):
-            raise HelperError(f"helper thread {self.thread.name} has died or is stuck; the last step is void")
+        """Raises HelperError if a lookup so far went without its rows."""
+        if int(self.failed):
+            raise HelperError("the host did not bring the rows of a lookup: its helper threads have died or are stuck")
 
     def close(self) -> None:
-        """End the helper thread."""
+        """End what serves the lookups; later ones fail."""
+
+
+class FetchedRows(HostStep):
+    """Rows brought by `fetch(host ids [n], into [n, row_bytes])`, called in a thread of its own."""
+
+    def __init__(
+        self,
+        fetch: Callable[[Tensor, Tensor], None],
+        format: RowFormat,
+        device: torch.device,
+        capacity: int = CAPACITY,
+    ) -> None:
+        super().__init__(format, device, capacity)
+        self.fetch = fetch
+        self.error: BaseException | None = None
+        self._stop = threading.Event()
+        self.thread = threading.Thread(target=self._serve, name="fetching rows for the device", daemon=True)
+        self.thread.start()
+
+    def check(self) -> None:
+        """Raises HelperError, or the error of `fetch`, if a lookup so far went without its rows."""
+        if self.error is not None:
+            raise self.error
+        if not self.thread.is_alive():
+            raise HelperError(f"helper thread {self.thread.name} has died")
+        super().check()
+
+    def close(self) -> None:
+        """See HostStep."""
         self._stop.set()
 
     def _serve(self) -> None:
-        asked, served = self.asked.numpy(), self.served.numpy()
+        asked, done, served = self.asked.numpy(), self.done.numpy(), 0
         while not self._stop.is_set():
-            if asked[0] == served[0]:
+            now = int(asked[0])
+            lookup, pieces = now >> BITS, now & ((1 << BITS) - 1)
+            if lookup == served:
                 time.sleep(_IDLE)
                 continue
-            epoch, count = int(asked[0]), int(self.count)
-            try:
-                self.fetch(self.ids[:count], self.staged[:count])
-            except Exception as error:
-                self.error = error
-                return
-            served[0] = epoch
+            for first in range(0, pieces, CHUNK):
+                last = min(first + CHUNK, pieces)
+                part = slice(first * PIECE, last * PIECE)
+                try:
+                    self.fetch(self.ids[part], self.staged[part])
+                except Exception as error:
+                    self.error = error
+                    return
+                done[first:last] = lookup
+            served = lookup

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from deltagram.ngram.checkpoint import TableSource
+from deltagram.ngram.host_step import CAPACITY
 from deltagram.ngram.memory import numa_nodes
-from deltagram.ngram.stores import CHUNK, SLOTS
 
 UNLIMITED = resource.RLIM_INFINITY
 
@@ -21,7 +21,7 @@ def placement_rows(tables: Sequence[TableSource], device: torch.device, processe
     processes: how many would load the tables on this node.
     """
     total = sum(table.nbytes for table in tables)
-    staging = max((SLOTS * CHUNK * table.format.row_bytes for table in tables), default=0) * len(tables)
+    staging = sum(CAPACITY * (table.format.row_bytes + 8) for table in tables)
     host, cuda = free_host_memory(), device.type == "cuda"
     lock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if cuda else UNLIMITED
     free = torch.cuda.mem_get_info(device)[0] if cuda else host

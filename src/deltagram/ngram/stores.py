@@ -19,25 +19,28 @@ from deltagram.kernels.row_decode import row_decode
 from deltagram.kernels.row_lookup import row_lookup
 from deltagram.ngram.formats import RowFormat
 from deltagram.ngram.helpers import HelperError
+from deltagram.ngram.host_gather import GatheredRows
 from deltagram.ngram.memory import HostMemory, share
-
-CHUNK = 16384  # rows staged at a time, at most: 4 MB, so that a large lookup never holds the bus for long
-SLOTS = 8
 
 
 class RowStore(Protocol):
     """A placement of one layer's table: `num_rows` rows of `format`.
 
-    `capturable` says whether a lookup may be recorded in a graph; `needs_host_tokens` whether the host must be given
-    the step's tokens to find the rows, as it cannot learn the ids inside a graph.
+    Lookups can be captured, on one stream at a time. Whoever replays them calls `wake` before and `check` after; the
+    host is given neither ids nor tokens: where it has a part in a lookup, the device tells it.
     """
 
     num_rows: int
     format: RowFormat
-    needs_host_tokens: bool
+    capturable: bool  # what no placement is without, so that a step of any model is one graph
 
-    @property
-    def capturable(self) -> bool: ...
+    def wake(self) -> None:
+        """Lookups will come: helpers get ready. It is not needed, and spares the first one what their waking takes."""
+        ...
+
+    def check(self) -> None:
+        """Raises HelperError if a lookup so far went without its rows, or what reading them raised."""
+        ...
 
     def lookup(self, ids: Tensor, dtype: torch.dtype | None, out: Tensor | None = None) -> Tensor:
         """Rows of `ids` (int64 [...], on the model's device): numbers of `dtype` [..., dim], or for None the stored
@@ -49,7 +52,6 @@ class DeviceStore:
     """The whole table in the memory of the device that runs the model."""
 
     capturable = True
-    needs_host_tokens = False
 
     def __init__(self, num_rows: int, format: RowFormat, device: torch.device) -> None:
         self.num_rows, self.format, self.device = num_rows, format, device
@@ -59,6 +61,12 @@ class DeviceStore:
 
     def _allocate(self) -> Tensor:
         return torch.empty(self.num_rows, self.format.row_bytes, dtype=torch.uint8, device=self.device)
+
+    def wake(self) -> None:
+        """See RowStore."""
+
+    def check(self) -> None:
+        """See RowStore."""
 
     def lookup(self, ids: Tensor, dtype: torch.dtype | None, out: Tensor | None = None) -> Tensor:
         """See RowStore."""
@@ -72,14 +80,14 @@ class HostStore(DeviceStore):
     """The whole table in host memory.
 
     Small lookups are read in place by the kernel. Past `crossover` rows the host gathers them, on all its threads,
-    into page- locked staging and copies that; inside a graph capture, which has no host, every lookup is read in
-    place. `crossover` None measures on the first lookup, for a process that is alone; the others take rank 0's.
+    while the device takes those that are there. `crossover` None measures on the first lookup that is not captured, for
+    a process that is alone; the others take rank 0's. Until it is known everything is read in place.
     """
 
     def __init__(self, num_rows: int, format: RowFormat, device: torch.device, crossover: int | None = None) -> None:
         self.crossover = crossover
-        self._staging: Staging | None = None
         super().__init__(num_rows, format, device)
+        self.by_host = GatheredRows(self.table, format, device) if device.type == "cuda" else None
 
     def _allocate(self) -> Tensor:
         if self.device.type == "meta":
@@ -87,25 +95,29 @@ class HostStore(DeviceStore):
         self.memory = HostMemory(self.num_rows * self.format.row_bytes, self.device)
         return self.memory.bytes.view(self.num_rows, -1)
 
+    def wake(self) -> None:
+        """See RowStore."""
+        if self.by_host is not None:
+            self.by_host.wake()
+
+    def check(self) -> None:
+        """See RowStore."""
+        if self.by_host is not None:
+            self.by_host.check()
+
     def lookup(self, ids: Tensor, dtype: torch.dtype | None, out: Tensor | None = None) -> Tensor:
         """See RowStore."""
-        if self.device.type == "cpu" or torch.cuda.is_current_stream_capturing():
-            return super().lookup(ids, dtype, out)
-        if self.crossover is None:
+        if self.by_host is not None and self.crossover is None and not torch.cuda.is_current_stream_capturing():
             self.crossover = self.measure_crossover()
-        if ids.numel() <= self.crossover:
+        if self.crossover is None or ids.numel() <= self.crossover:
             return super().lookup(ids, dtype, out)
         return self.gather(ids, dtype, out)
 
     def gather(self, ids: Tensor, dtype: torch.dtype | None, out: Tensor | None = None) -> Tensor:
-        """`lookup` by way of the host. The host waits for the ids."""
-        if self._staging is None:
-            self._staging = Staging(self.format, self.device)
-        return self._staging.lookup(ids, dtype, self.scale, self.fetch, out)
-
-    def fetch(self, ids: Tensor, into: Tensor) -> None:
-        """Rows of host `ids` [n] into host memory `into` [n, row_bytes]."""
-        row_lookup(self.table, ids, into, impl="reference")
+        """`lookup` by way of the host's threads."""
+        if self.by_host is None:
+            return super().lookup(ids, dtype, out)
+        return self.by_host.lookup(ids, dtype, self.scale, out)
 
     def measure_crossover(self) -> int:
         """The most rows for which reading in place is at least as fast as gathering, measured here and now."""
@@ -195,59 +207,3 @@ class SharedStore(HostStore):
         if store.scale is not None:
             store.scale.fill_(float.fromhex(header["scale"]))
         return store
-
-
-class Staging:
-    """Rows that the host fetches, brought to a device piece by piece: the host fetches one while another is copied.
-
-    Memory is bounded, page-locked and on the device alike: SLOTS pieces of CHUNK rows, a lookup's ids, and its `out`.
-    """
-
-    def __init__(self, format: RowFormat, device: torch.device) -> None:
-        self.format, self.device, self.cuda = format, device, device.type == "cuda"
-        self.host = torch.empty(SLOTS, CHUNK, format.row_bytes, dtype=torch.uint8, pin_memory=self.cuda)
-        self.rows = torch.empty(self.host.shape[1:], dtype=torch.uint8, device=device) if self.cuda else self.host[0]
-        self.order = torch.arange(CHUNK, device=device)
-        self.ids = torch.empty(0, dtype=torch.int64)  # the last lookup's, grown to the largest
-        self.done = torch.cuda.Event() if self.cuda else None
-
-    def lookup(
-        self,
-        ids: Tensor,
-        dtype: torch.dtype | None,
-        scale: Tensor | None,
-        fetch: Callable[[Tensor, Tensor], None],
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """RowStore.lookup by `fetch(host ids [n], into [n, row_bytes])`."""
-        form = self.format
-        width = form.row_bytes if dtype is None else form.dim
-        if out is None:
-            out = torch.empty(*ids.shape, width, dtype=dtype or torch.uint8, device=self.device)
-        rows, host_ids = out.view(-1, width), self._on_host(ids.reshape(-1))
-        for piece, first in enumerate(range(0, len(host_ids), CHUNK)):
-            if self.done is not None and piece % SLOTS == 0:
-                self.done.synchronize()  # the slots' last copies, of this lookup or another, are over
-            wanted = host_ids[first : first + CHUNK]
-            staged, target = self.host[piece % SLOTS][: len(wanted)], rows[first : first + CHUNK]
-            fetch(wanted, staged)
-            if dtype is None:
-                target.copy_(staged, non_blocking=True)
-            else:
-                on_device = self.rows[: len(wanted)].copy_(staged, non_blocking=True) if self.cuda else staged
-                # Absent rows are zero bytes, which decode to zeros unless the scale is not finite: none is.
-                order = self.order[: len(wanted)]
-                row_decode(on_device, order, form.values, form.dim, dtype, form.group, scale, target)
-            if self.done is not None and (piece % SLOTS == SLOTS - 1 or first + CHUNK >= len(host_ids)):
-                self.done.record()
-        return out
-
-    def _on_host(self, ids: Tensor) -> Tensor:
-        if not self.cuda:
-            return ids
-        if len(self.ids) < len(ids):
-            self.ids = torch.empty(len(ids), dtype=torch.int64, pin_memory=True)
-        host = self.ids[: len(ids)]
-        host.copy_(ids, non_blocking=True)
-        torch.cuda.current_stream(self.device).synchronize()
-        return host

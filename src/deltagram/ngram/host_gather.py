@@ -1,0 +1,115 @@
+"""Rows of tables in this process's memory, gathered for the device by threads that all tables share."""
+
+import os
+import threading
+import time
+import weakref
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from deltagram.ngram.formats import RowFormat
+from deltagram.ngram.host_step import CAPACITY, HostStep
+
+
+class GatherThreads:
+    """Threads of kernels/_host_threads.py: `count` of them, one fewer than this process has processors by default."""
+
+    def __init__(self, count: int | None = None) -> None:
+        from deltagram.kernels import _host_threads as native
+
+        self.native = native
+        count = count or len(os.sched_getaffinity(0)) - 1
+        count = min(max(count, 1), native.MOST_THREADS)
+        self.state = torch.zeros(native.STATE_WORDS, dtype=torch.int64)
+        self._lock = threading.Lock()
+        self.threads = [
+            threading.Thread(
+                target=native.serve, args=(i, self.state.data_ptr()), name=f"gathering rows {i}", daemon=True
+            )
+            for i in range(count)
+        ]
+        for thread in self.threads:
+            thread.start()
+        self.close = weakref.finalize(self, _end, self.state, self.threads, native)
+
+    def ring(self) -> None:
+        """Wake the threads: a lookup will come."""
+        self.native.ring(self.state.data_ptr())
+
+    def add(self, box: Tensor) -> int:
+        """Serve a box, which must stay where it is, from now on: its place. Raises RuntimeError if all are taken."""
+        with self._lock:
+            places = self.state[self.native.PLACES : self.native.BUSY]
+            free = (places == 0).nonzero()
+            if not len(free):
+                raise RuntimeError(f"{len(places)} tables in host memory have lookups already, as many as can have")
+            places[free[0]] = box.data_ptr()
+            return int(free[0])
+
+    def remove(self, place: int) -> None:
+        """Serve the box at `place` no more; when this returns, no thread is at it."""
+        self.state[self.native.PLACES + place] = 0
+        busy = self.state[self.native.BUSY : self.native.BUSY + len(self.threads)]
+        while (busy == place + 1).any() and not self.state[self.native.STOP]:
+            time.sleep(1e-5)
+
+
+def _end(state: Tensor, threads: list[threading.Thread], native: object) -> None:
+    state[native.STOP] = 1  # type: ignore[attr-defined]
+    native.ring(state.data_ptr())  # type: ignore[attr-defined]
+    for thread in threads:
+        thread.join()
+
+
+@cache
+def gather_threads() -> GatherThreads:
+    """Those of this process, made when they are first needed."""
+    return GatherThreads()
+
+
+class GatheredRows(HostStep):
+    """Lookups from `table`, uint8 [rows, row_bytes] in host memory, which lives as long as this."""
+
+    def __init__(
+        self,
+        table: Tensor,
+        format: RowFormat,
+        device: torch.device,
+        capacity: int = CAPACITY,
+        threads: GatherThreads | None = None,
+    ) -> None:
+        super().__init__(format, device, capacity)
+        self.threads = threads or gather_threads()
+        native = self.threads.native
+        box = torch.zeros(native.BOX_WORDS, dtype=torch.int64)
+        for place, value in (
+            (native.TABLE, table.data_ptr()),
+            (native.IDS, self.ids.data_ptr()),
+            (native.STAGED, self.staged.data_ptr()),
+            (native.ASKED, self.asked.data_ptr()),
+            (native.DONE, self.done.data_ptr()),
+            (native.ROW_BYTES, format.row_bytes),
+        ):
+            box[place] = value
+        # What the threads read must outlive their last look at it.
+        held = table, self.ids, self.staged, self.asked, box
+        self._close = weakref.finalize(self, _remove, self.threads, self.threads.add(box), held)
+
+    def lookup(self, ids: Tensor, dtype: torch.dtype | None, scale: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """See HostStep."""
+        self.wake()
+        return super().lookup(ids, dtype, scale, out)
+
+    def wake(self) -> None:
+        """See HostStep."""
+        self.threads.ring()
+
+    def close(self) -> None:
+        """See HostStep."""
+        self._close()
+
+
+def _remove(threads: GatherThreads, place: int, held: tuple[Tensor, ...]) -> None:
+    threads.remove(place)
