@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
+# Its Engram, a test oracle, needs torch and transformers; what else it asks for is not installed.
+ENGRAM_ORACLE := nemo-automodel==0.7.0
 PROMPT ?= It was a fine morning in the country, and
 
 # Options for installing torch. On Linux without a GPU this one saves a download of some GB:
@@ -21,6 +23,7 @@ $(VENV)/.base: pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.base
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(ENGRAM_ORACLE)
 	touch $@
 
 demo: $(VENV)/.base
