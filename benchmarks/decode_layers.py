@@ -61,16 +61,17 @@ def config_of(shape: str, attention: bool) -> Qwen35Config:
 
 
 class Step:
-    """A model with random weights and pools for `requests`, and steps of it."""
+    """A model with random weights, or the `model` given, and pools for `requests`; and steps of it."""
 
-    def __init__(self, config: Qwen35Config, requests: int) -> None:
+    def __init__(self, config: Qwen35Config, requests: int, model: Qwen35 | None = None) -> None:
         self.requests = requests
-        self.model = Qwen35(config, 4096, Factory(DEVICE, torch.bfloat16))
+        self.model = model or Qwen35(config, 4096, Factory(DEVICE, torch.bfloat16))
         self.weight_bytes = 0
         for weight in self.model.weights({}).values():
             for tensor in weight.parts:
                 scale = tensor.shape[-1] ** -0.5 if tensor.dim() > 1 else 0.1
-                tensor.normal_(std=scale)
+                if model is None:
+                    tensor.normal_(std=scale)
                 self.weight_bytes += tensor.nbytes
         for layer in self.model.linear_layers:
             state = layer.num_value_heads, layer.value_dim, layer.key_dim

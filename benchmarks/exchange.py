@@ -3,6 +3,7 @@ bytes, for 1 to 4096 tokens a rank.
 
 python benchmarks/exchange.py --ranks N             N processes, a card each: peer reads beside NCCL
 python benchmarks/exchange.py --ranks N --one-card  N ranks that one process plays on one card: kernels and barriers
+python benchmarks/exchange.py --ranks N --decode    N processes: decode steps of a model whose tables they split
 python benchmarks/exchange.py --ranks N --device cpu
 
 Times are of captured graphs, and of calls made one by one ("eager"); each rank's clock starts after a barrier of all,
@@ -141,7 +142,7 @@ def record(group: Group, name: str, call: Callable[[], object], times: dict[str,
     times[f"{name}, eager" if cuda else name] = measured(group, call, REPEATS)
     if cuda and not group.shared_card:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
             for _ in range(REPEATS):
                 call()
         times[f"{name}, captured"] = round(measured(group, graph.replay, 1) / REPEATS, 2)
@@ -170,6 +171,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--one-card", action="store_true")
+    parser.add_argument("--decode", action="store_true")
     chosen = parser.parse_args()
     if chosen.one_card:
         found = one_card(chosen.ranks, torch.device("cuda"))
@@ -178,9 +180,16 @@ def main() -> None:
         sys.exit(launch(sys.argv, chosen.ranks))
     else:
         group = join(chosen.device, deadline=120.0)
-        found = of_group(group)
+        if group.device.type == "cuda":  # a communicator is for one stream, and no graph is captured on the default one
+            torch.cuda.set_stream(torch.cuda.Stream(group.device))
+        if chosen.decode:
+            from exchange_decode import decode
+
+            found, name = decode(group), f"exchange_decode_{group.size}_ranks"
+        else:
+            found, name = of_group(group), f"exchange_{group.device.type}_{group.size}_ranks"
         if group.rank == 0:
-            print(save(f"exchange_{group.device.type}_{group.size}_ranks", found))
+            print(save(name, found))
         group.close()
 
 
