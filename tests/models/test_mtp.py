@@ -26,7 +26,7 @@ from deltagram.gdn.state import allocate, ring_length
 from deltagram.models.base import Model
 from deltagram.models.config import Config, MoEConfig, Qwen4ExpConfig, read_config
 from deltagram.models.load import load_model
-from deltagram.step.drafts import draft_order, draft_table, first_rows, followers
+from deltagram.step.drafts import Drafting, prepare_drafts
 from deltagram.step.history import TokenHistory
 from deltagram.step.plan import Bucket, Entry, Kind, StepPlan
 from deltagram.step.sequences import SequenceTable, pack, prepare
@@ -209,6 +209,12 @@ class Bench:
         packed = pack(StepPlan(0, bucket, entries), self.page_size, ROWS, ROWS)
         return prepare(torch.from_numpy(packed).to(self.device), bucket, self.history, self.page_table, self.page_size)
 
+    def drafting(self, table: SequenceTable, *wanted: int) -> Drafting:
+        """`wanted`: those of the first sequences; the others want none."""
+        each = torch.zeros(table.bucket.sequences, dtype=torch.int32)
+        each[: len(wanted)] = torch.tensor(wanted, dtype=torch.int32)
+        return prepare_drafts(table, self.history, each.to(self.device), max([1, *wanted]))
+
     def commit(self, row: int, tokens: list[int]) -> None:
         """`tokens` come after what the history holds of `row`."""
         length = int(self.history.lengths[row])
@@ -249,7 +255,7 @@ def test_a_prompt_in_chunks(bench: Bench) -> None:
         for start, end in pairwise(cuts):
             entry = Entry(1, 0, 1, Kind.PREFILL, end - start, start, is_last_chunk=end == 130)
             table = bench.table((entry,), padding=3)
-            token = followers(table, bench.history)
+            token = bench.drafting(table).follower
             assert token.tolist() == tokens[start + 1 : end + 1] + [0] * 3
             padded = torch.cat((hidden[start:end], torch.full_like(hidden[:3], 7.0)))
             got, handed = bench.head.draft(padded, token, table)
@@ -287,7 +293,7 @@ def test_drafts_of_mixed_steps(bench: Bench, seed: int) -> None:
         entries.sort(key=lambda entry: entry.kind)
         table = bench.table(tuple(entries), padding=chance.randrange(3))
         hidden = bench.random_hidden(table.bucket.tokens)
-        wanted = torch.zeros(table.bucket.sequences, dtype=torch.int32)
+        wanted = [0] * len(entries)
         for n, entry in enumerate(entries):
             request, begin = requests[entry.row], int(table.cu_tokens[n])
             kept = entry.num_new
@@ -300,14 +306,16 @@ def test_drafts_of_mixed_steps(bench: Bench, seed: int) -> None:
                 wanted[n] = chance.randrange(5)
             request.hidden += hidden[begin : begin + kept]
 
-        order = draft_order(wanted)
-        token, rows = followers(table, bench.history), first_rows(table, bench.history, order)
-        got, handed = bench.head.draft(hidden, token, table, rows)
+        drafting = bench.drafting(table, *wanted)
+        assert len(drafting.tables) == max(0, max(wanted) - 1)
+        got, handed = bench.head.draft(hidden, drafting.follower, table, drafting.first)
         drafts = {row: [] for row in requests}
         pairs = {row: list(request.hidden) for row, request in requests.items()}
-        for nth in range(1, int(wanted.max()) + 1):
-            for i, n in enumerate(order.tolist()):
-                if wanted[n] >= nth:
+        for nth in range(1, max(wanted) + 1):
+            if nth > 1:
+                got, handed = bench.head.draft(handed, got.argmax(-1), drafting.tables[nth - 2])
+            for i, n in enumerate(drafting.order.tolist()):
+                if n < len(entries) and wanted[n] >= nth:
                     row = entries[n].row
                     after = requests[row].tokens[1:] + drafts[row]
                     logits, handed_on = bench.truth(torch.stack(pairs[row]).double(), after)
@@ -315,11 +323,6 @@ def test_drafts_of_mixed_steps(bench: Bench, seed: int) -> None:
                     bench.check(handed[i], handed_on[-1], f"hidden state {nth} of request {row}")
                     pairs[row].append(handed_on[-1].float())
                     drafts[row].append(int(got[i].argmax()))
-            if nth == int(wanted.max()):
-                break
-            token = got.argmax(-1)
-            after_it = draft_table(table, bench.history, order, wanted, nth + 1, token)
-            got, handed = bench.head.draft(handed, token, after_it)
     assert all(len(request.hidden) > 7 or len(request.tokens) > 7 for request in requests.values())
 
 
@@ -335,7 +338,7 @@ def test_captured_drafts(tmp_path: Path, shape: str) -> None:
     hidden, states = bench.random_hidden(98), bench.random_hidden(3)
     bench.history.admit(1, tokens)
     table = bench.table((Entry(1, 0, 1, Kind.PREFILL, 90, 0, is_last_chunk=False),))
-    bench.head.draft(hidden[:90], followers(table, bench.history), table)
+    bench.head.draft(hidden[:90], bench.drafting(table).follower, table)
     wanted = torch.tensor([3, 0, 0], dtype=torch.int32, device=device)
     packed = pack(StepPlan(0, Bucket(3, 3, False), (Entry(1, 0, 1, Kind.DECODE, 1, 90),)), bench.page_size, ROWS, ROWS)
     on_device = torch.from_numpy(packed).to(device)
@@ -344,15 +347,11 @@ def test_captured_drafts(tmp_path: Path, shape: str) -> None:
         bench.history.lengths.copy_(lengths - 1)  # what they were when the step was prepared
         table = prepare(on_device, Bucket(3, 3, False), bench.history, bench.page_table, bench.page_size)
         bench.history.lengths.copy_(lengths)
-        order = draft_order(wanted)
-        token, rows = followers(table, bench.history), first_rows(table, bench.history, order)
-        logits, handed = bench.head.draft(states, token, table, rows)
+        drafting = prepare_drafts(table, bench.history, wanted, 3)
+        logits, handed = bench.head.draft(states, drafting.follower, table, drafting.first)
         results = [logits]
-        for nth in (2, 3):
-            token = logits.argmax(-1)
-            logits, handed = bench.head.draft(
-                handed, token, draft_table(table, bench.history, order, wanted, nth, token)
-            )
+        for pass_table in drafting.tables:
+            logits, handed = bench.head.draft(handed, logits.argmax(-1), pass_table)
             results.append(logits)
         return results
 
@@ -491,5 +490,5 @@ def test_experts_load_packed_and_one_by_one(tmp_path: Path, family: str) -> None
         bench.history.admit(0, list(range(10)))
         table = bench.table((Entry(0, 0, 0, Kind.PREFILL, 9, 0, is_last_chunk=False),))
         with torch.inference_mode():
-            results.append(bench.head.draft(hidden, followers(table, bench.history), table)[0])
+            results.append(bench.head.draft(hidden, bench.drafting(table).follower, table)[0])
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])

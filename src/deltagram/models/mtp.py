@@ -5,22 +5,23 @@ is one more of the model's `attention_layers`. Word embedding, output head and r
 layer after the model's last sees pairs, not tokens: place p of its cache belongs to the hidden state at position p and
 the token at p + 1 (step/drafts.py).
 
-How to draft k tokens after each step:
+How to draft up to k tokens after each step:
 
-    hidden = model.forward(table, history)             all tokens: the head's cache needs every one of them
-    ... logits of hidden[rows], sampling; the history takes the tokens and `committed` ...
-    order = draft_order(wanted)                        drafts each sequence wants, at most k; 0 for one not sampled
-    token, rows = followers(table, history), first_rows(table, history, order)
-    logits, hidden = head.draft(hidden, token, table, rows)
-    for nth in 2 .. k:
-        token = logits.argmax(-1)                      or drawn; the first `sum(wanted >= nth)` rows are real
-        logits, hidden = head.draft(hidden, token, draft_table(table, history, order, wanted, nth, token))
+    hidden = model.forward(table, history)             of all tokens: the head's cache needs every one
+    ... logits of those that are sampled after; the history takes the tokens ...
+    drafting = prepare_drafts(table, history, wanted, k)    wanted: drafts of each sequence, 0 for one not sampled
+    logits, hidden = head.draft(hidden, drafting.follower, table, drafting.first)
+    for pass_table in drafting.tables:
+        token = logits.argmax(-1)                      or drawn; row i is of sequence drafting.order[i]
+        logits, hidden = head.draft(hidden, token, pass_table)
+
+Each pass leaves as many real rows as sequences want that many drafts. Nothing of it waits on the host.
 
 What a caller must see to:
 - A step whose tokens the head did not take leaves holes in its cache, and later drafts read them.
 - Passes from the second on write places up to L + k - 3 of a request with L known tokens: its pages must reach there,
-  and the engine's largest context must. What they write of drafts that are then rejected, and of the drafts' own hidden
-  states, the next step's first pass writes anew.
+  and the engine's largest context must. All that they write, the next step's first pass writes anew with the model's
+  own hidden states, or another step does before it is read.
 - Place p depends on the token at p + 1. A prefix of P tokens shared by two requests has P - 1 places in common; the
   last one may be the other's, which costs that one draft some of its likelihood and nothing else: drafts never change
   what is generated.
