@@ -89,12 +89,13 @@ for few in (0, 8):  # either tiles
         ]
         x = among_nan(torch.randn(rows, size))
         for renormalise in (True, False):
-            ours, theirs = (moe(x, *weights, top_k, renormalise, impl) for impl in ("triton", "reference"))
+            residual = among_nan(torch.randn(rows, size)) if renormalise else None
+            ours, theirs = (moe(x, *weights, top_k, renormalise, residual, impl) for impl in ("triton", "reference"))
             close(ours, theirs)
     weights[0][:] = 0  # equal scores
-    close(*(moe(x, *weights, 2, True, impl) for impl in ("triton", "reference")))
+    close(*(moe(x, *weights, 2, True, impl=impl) for impl in ("triton", "reference")))
     broken = x.clone()
     broken[5] = float("nan")
-    ours = moe(x, *weights, 2, True, "triton"), moe(broken, *weights, 2, True, "triton")
+    ours = moe(x, *weights, 2, True, impl="triton"), moe(broken, *weights, 2, True, impl="triton")
     assert ours[1][5].isnan().all()
     assert torch.equal(*(torch.cat([each[:5], each[6:]]) for each in ours))

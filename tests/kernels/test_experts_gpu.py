@@ -76,9 +76,11 @@ def test_error_of_experts(rows: int, shape: str, dtype: torch.dtype, renormalise
     exact_x, *exact = double(x, *weights)
     best = (exact_x @ exact[0][:-1].T).topk(top_k + 1).values
     clear = best[:, -2] - best[:, -1] > 0.03  # which experts are best does not hang on rounding
-    results = [moe(x, *weights, top_k, renormalise, impl)[clear.cuda()] for impl in ("triton", "reference")]
+    residual = among_nan(random(rows, EXPERTS[shape][0], dtype=dtype)) if renormalise else None
+    results = [moe(x, *weights, top_k, renormalise, residual, impl)[clear.cuda()] for impl in ("triton", "reference")]
     if clear.any():
-        compare(*results, moe(exact_x, *exact, top_k, renormalise)[clear])
+        added = None if residual is None else residual.double().cpu()
+        compare(*results, moe(exact_x, *exact, top_k, renormalise, added)[clear])
 
 
 @pytest.mark.gpu

@@ -45,12 +45,12 @@ def by_token(x: Tensor, packed: tuple[Packed, ...], top_k: int, renormalise: boo
 def test_any_number_of_rows(size: int, experts: int, inner: int, shared: int, top_k: int, renormalise: bool) -> None:
     torch.manual_seed(0)
     packed, x = weights(size, experts, inner, shared), torch.randn(300, size)
-    every = moe(x, *packed, top_k, renormalise, "compiled")
+    every = moe(x, *packed, top_k, renormalise, impl="compiled")
     expected = by_token(x, packed, top_k, renormalise)
     assert_close(every, expected)
     torch.testing.assert_close(moe(*exact((x, *packed)), top_k, renormalise), expected)
     for rows in LENGTHS:
-        assert torch.equal(moe(among_nan(x[-rows:]), *packed, top_k, renormalise, "compiled"), every[-rows:]), rows
+        assert torch.equal(moe(among_nan(x[-rows:]), *packed, top_k, renormalise, impl="compiled"), every[-rows:]), rows
 
 
 def test_the_lower_of_equal_experts_wins() -> None:
@@ -59,6 +59,15 @@ def test_the_lower_of_equal_experts_wins() -> None:
     router = Packed.of(torch.zeros(5, 8))
     x = torch.randn(3, 8)
     assert_close(moe(x, router, *others, 2, True), by_token(x, (router, *others), 2, True))
+
+
+@pytest.mark.parametrize("impl", ["compiled", "reference"])
+def test_a_residual_is_added(impl: str) -> None:
+    torch.manual_seed(0)
+    packed, x = weights(8, 4, 4, 4), torch.randn(9, 8)
+    residual = among_nan(torch.randn(9, 8))
+    plain = moe(x, *packed, 2, True, impl=impl)  # type: ignore[arg-type]
+    assert torch.equal(moe(x, *packed, 2, True, residual, impl), residual + plain)  # type: ignore[arg-type]
 
 
 def test_a_broken_row_breaks_no_other() -> None:
@@ -78,4 +87,4 @@ def test_rows_that_are_all_broken_stay_within_their_memory(value: float) -> None
     packed = weights(64, 4, 32, 32)
     for rows in (1, 3):
         for _ in range(200):
-            assert moe(torch.full((rows, 64), value), *packed, 3, True, "compiled").isnan().all()
+            assert moe(torch.full((rows, 64), value), *packed, 3, True, impl="compiled").isnan().all()

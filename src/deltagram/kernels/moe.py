@@ -1,14 +1,14 @@
 """A mixture of gated MLPs and a shared one behind a sigmoid gate.
 
-    y = sigmoid(router(x)[E]) * shared(x) + sum over the top_k experts e of weight_e * expert_e(x)
+    y = residual + sigmoid(router(x)[E]) * shared(x) + sum over the top_k experts e of weight_e * expert_e(x)
 
 The experts are those of the highest of the router's first E outputs (of equals, of the lowest number); their weights
 are a softmax over all E of them, divided by their sum if `renormalise`. Each expert takes its tokens at once; a token
 adds its experts in the order of their numbers, whatever other tokens choose.
 
 Shapes: x [T, H] (rows may be strided); weights, Packed or tensors: router [E + 1 outputs, H], gate_up [E, 2 I
-outputs, H], down [E, H outputs, I], shared_gate_up [2 Is outputs, H], shared_down [H outputs, Is]. Returns [T, H] in
-x's dtype, whose rows may be strided.
+outputs, H], down [E, H outputs, I], shared_gate_up [2 Is outputs, H], shared_down [H outputs, Is]; residual [T, H]
+(rows may be strided) or None for 0. Returns [T, H] in x's dtype, whose rows may be strided.
 
 On CUDA: five launches with grids of the bucket's size. Each expert's list of (token, choice) pairs is made on the
 device; a program of the products finds the expert of its tile in the experts' counts. Which place of a list a pair has
@@ -37,13 +37,14 @@ def moe(
     shared_down: Matrix,
     top_k: int,
     renormalise: bool,
+    residual: Tensor | None = None,
     impl: Impl = None,
 ) -> Tensor:
     """See the file's docstring."""
     weights = (router, gate_up, down, shared_gate_up, shared_down)
     compiled = _compiled if all(isinstance(weight, Packed) for weight in weights) else None
     body = choose(impl, x, _reference, _launch, compiled)
-    return body(x, router, gate_up, down, shared_gate_up, shared_down, top_k, renormalise)
+    return body(x, router, gate_up, down, shared_gate_up, shared_down, top_k, renormalise, residual)
 
 
 def _reference(
@@ -55,6 +56,7 @@ def _reference(
     shared_down: Matrix,
     top_k: int,
     renormalise: bool,
+    residual: Tensor | None = None,
 ) -> Tensor:
     scores = F.linear(x, dense(router, x))
     likely = scores[:, :-1].to(torch.float64 if x.dtype == torch.float64 else torch.float32).softmax(-1)
@@ -72,7 +74,7 @@ def _reference(
             mine = token[first : first + size]
             out.index_add_(0, mine, _mlp(x[mine], ups[e], downs[e]).mul_(scale[first : first + size]))
         first += size
-    return out
+    return out if residual is None else residual + out
 
 
 def _mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -80,7 +82,22 @@ def _mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     return F.linear(F.silu(gate).mul_(up), down)
 
 
-_compiled = on_cpu("moe")
+def _compiled(
+    x: Tensor,
+    router: Matrix,
+    gate_up: Matrix,
+    down: Matrix,
+    shared_gate_up: Matrix,
+    shared_down: Matrix,
+    top_k: int,
+    renormalise: bool,
+    residual: Tensor | None = None,
+) -> Tensor:
+    y: Tensor = _compiled_moe(x, router, gate_up, down, shared_gate_up, shared_down, top_k, renormalise)
+    return y if residual is None else residual + y
+
+
+_compiled_moe = on_cpu("moe")
 _SLICE = 256  # inputs of the router that are summed at once; the slices are added in order
 
 
@@ -299,9 +316,19 @@ def _down_kernel(  # type: ignore[no-untyped-def]
 
 @jit(do_not_specialize=["num_rows"])
 def _add_kernel(  # type: ignore[no-untyped-def]
-    y, scale, out, num_rows, H: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    y,
+    scale,
+    residual,
+    out,
+    num_rows,
+    residual_stride,
+    H: tl.constexpr,
+    TOP_K: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """A token's shared expert, then its own in the order of their numbers."""
+    """A token's shared expert, its own in the order of their numbers, and the residual."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -313,6 +340,8 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     for choice in tl.static_range(TOP_K):
         value = tl.load(y + (t * TOP_K + choice) * H + h, mask=h < H, other=0).to(tl.float32)
         total += value * tl.load(scale + t * (TOP_K + 1) + choice)
+    if RESIDUAL:
+        total += tl.load(residual + t * residual_stride + h, mask=h < H, other=0).to(tl.float32)
     tl.store(out + t * H + h, total.to(out.dtype.element_ty), mask=h < H)
 
 
@@ -362,6 +391,7 @@ def _launch(
     shared_down: Matrix,
     top_k: int,
     renormalise: bool,
+    residual: Tensor | None = None,
 ) -> Tensor:
     weights = router, gate_up, down, shared_gate_up, shared_down
     for each in weights:
@@ -369,7 +399,7 @@ def _launch(
     num_rows, hidden = x.shape
     num_experts, _, inner = down.shape  # type: ignore[union-attr]
     shared_inner = shared_down.shape[1]  # type: ignore[union-attr]
-    assert x.stride(1) == 1
+    assert x.stride(1) == 1 and (residual is None or residual.stride(1) == 1)
     out = x.new_empty(num_rows, hidden)
     if num_rows == 0:
         return out
@@ -403,17 +433,20 @@ def _launch(
         act, down, shared_down, counts, pairs, y, num_rows, **sizes, **down_tile.sizes,
         EVEN=down_tile.even(hidden, (inner, shared_inner)), **down_tile.options, **launch,
     )  # fmt: skip
-    _add_kernel[(num_rows, -(-hidden // 1024))](y, scale, out, num_rows, hidden, top_k, 1024, num_warps=4, **launch)
+    _add_kernel[(num_rows, -(-hidden // 1024))](
+        y, scale, residual, out, num_rows, 0 if residual is None else residual.stride(0),
+        H=hidden, TOP_K=top_k, RESIDUAL=residual is not None, BLOCK=1024, num_warps=4, **launch,
+    )  # fmt: skip
     return out
 
 
 def ahead_of_time() -> list[Build]:
     builds = []
-    names = ("x", "router", "gate_up", "down", "shared_gate_up", "shared_down", "act", "y", "out")
+    names = ("x", "router", "gate_up", "down", "shared_gate_up", "shared_down", "act", "y", "residual", "out")
     for dtype, many in _TILES:
         types = dict.fromkeys(names, "*fp32" if dtype == torch.float32 else "*bf16")
         types |= {"partial": "*fp32", "scale": "*fp32", "counts": "*i32", "pairs": "*i32"}
-        types |= {"num_rows": "i32", "x_stride": "i32"}
+        types |= {"num_rows": "i32", "x_stride": "i32", "residual_stride": "i32"}
         experts: dict[str, object] = {"E": 256, "E_PADDED": 256}
         sizes = experts | {"TOP_K": 8, "H": 2048, "I": 512, "IS": 512, "EVEN": True}
         side = 32 if many else 16
@@ -429,6 +462,6 @@ def ahead_of_time() -> list[Build]:
             chosen = {"SLICES": 8, "TOP_K": 8, "RENORMALISE": True}
             builds += [
                 Build(_choose_kernel, types, experts | chosen, {"num_warps": 1}),
-                Build(_add_kernel, types, {"H": 2048, "TOP_K": 8, "BLOCK": 1024}),
+                Build(_add_kernel, types, {"H": 2048, "TOP_K": 8, "RESIDUAL": True, "BLOCK": 1024}),
             ]
     return builds

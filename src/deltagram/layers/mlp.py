@@ -43,8 +43,8 @@ class MoE:
         self.down = Weight(make, num_experts, hidden_size, intermediate_size)
         self.shared = MLP(hidden_size, shared_size, make)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, H] -> [T, H]."""
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x [T, H] -> [T, H], added to `residual`."""
         return moe(
             x,
             self.router.matrix,
@@ -54,6 +54,7 @@ class MoE:
             self.shared.down.matrix,
             self.top_k,
             self.renormalise,
+            residual,
         )
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:

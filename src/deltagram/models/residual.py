@@ -41,7 +41,7 @@ class DecoderLayer:
             x = self.mixer(x, table, norm, residual=x)
         x = x if rows is None else x[rows]
         if isinstance(self.mlp, MoE):
-            return x + self.mlp(self.post_norm(x))
+            return self.mlp(self.post_norm(x), residual=x)
         return self.mlp(x, self.post_norm.fused, residual=x)
 
     def weights(
