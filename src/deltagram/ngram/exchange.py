@@ -35,6 +35,10 @@ class Exchange(Protocol):
         """Begin with this rank's row ids, int64 [layers, T, columns], T from 0 to `slot`, which all ranks agreed on."""
         ...
 
+    def check(self) -> None:
+        """Raises HangError if an exchange that has ended went without some rank's rows, which makes its step void."""
+        ...
+
 
 class CollectiveExchange:
     """By collectives.
@@ -68,6 +72,9 @@ class CollectiveExchange:
             received = torch.empty_like(found)
             self.communicator.all_to_all(received, found)
         return PackedRows(tables, hashes, received)
+
+    def check(self) -> None:
+        """See Exchange: a collective does not end without all ranks, and the watchdog sees that it does not."""
 
     def _look_up(self, ids: Tensor) -> Tensor:
         """The rows that this rank holds of ids [n, slot, layers, columns]: bytes [n, slot, layers, columns a rank,

@@ -129,9 +129,12 @@ class RunAhead:
         self._rows[i] = rows
 
     def check(self) -> None:
-        """After a captured step: raises HelperError if a chain went without its rows, which makes the step void."""
+        """After a captured step: raises HelperError, or HangError where ranks exchange them, if a chain went without its
+        rows, which makes the step void."""
         for store in self.stores:
             store.check()
+        if self.exchange is not None:
+            self.exchange.check()
 
     def wake(self) -> None:
         """Before a captured step is replayed: the helpers of its lookups get ready."""
