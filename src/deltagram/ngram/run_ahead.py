@@ -129,8 +129,8 @@ class RunAhead:
         self._rows[i] = rows
 
     def check(self) -> None:
-        """After a captured step: raises HelperError, or HangError where ranks exchange them, if a chain went without its
-        rows, which makes the step void."""
+        """After a captured step: raises HelperError, or HangError where ranks exchange rows, if a chain went without
+        its rows, which makes the step void."""
         for store in self.stores:
             store.check()
         if self.exchange is not None:
