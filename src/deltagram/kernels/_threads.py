@@ -196,15 +196,27 @@ class _Team:
 _team = cache(_Team)
 
 
-class _Arguments(threading.local):
-    """Where a calling thread's arguments lie while a kernel runs."""
+class _Caller(threading.local):
+    """A calling thread's memory: the arguments of the kernel it runs, and scratch of each thread that helps. It stays
+    where it is, in the caches of who uses it."""
 
     def __init__(self) -> None:
-        self.memory = ctypes.create_string_buffer(512)
-        self.address = ctypes.addressof(self.memory)
+        self._arguments, self._scratch = ctypes.create_string_buffer(512), torch.empty(0)
+        self.arguments = ctypes.addressof(self._arguments)
+        self._size = self._threads = 0
+
+    def put(self, kernel: Kernel, *arguments: float) -> None:
+        kernel.layout.pack_into(self._arguments, 0, *arguments)
+
+    def scratch(self, size: int, threads: int) -> tuple[int, int]:
+        """The address of `size` fp32 numbers of the first thread, and the bytes from one thread's to the next's."""
+        if size > self._size or threads > self._threads:
+            self._size, self._threads = max(self._size, size + -size % 32 + 32), max(self._threads, threads)
+            self._scratch = torch.empty(self._size * self._threads)
+        return self._scratch.data_ptr(), 4 * self._size
 
 
-_arguments = _Arguments()
+_caller = _Caller()
 
 
 def spread(kernel: Kernel, count: int, least: int, scratch: int, *arguments: float) -> None:
@@ -213,18 +225,15 @@ def spread(kernel: Kernel, count: int, least: int, scratch: int, *arguments: flo
     It is cut into a few pieces a thread, of at least `least` each. `scratch` is the address of that many fp32 numbers
     of the thread's own.
     """
-    kernel.layout.pack_into(_arguments.memory, 0, *arguments)
-    job = kernel.address, _arguments.address, count
+    _caller.put(kernel, *arguments)
+    job = kernel.address, _caller.arguments, count
     threads = min(torch.get_num_threads(), count // least) or 1
-    scratch += -scratch % 32 + 32 if scratch else 0  # two threads' numbers are not side by side
-    memory = torch.empty(threads * scratch) if scratch else None
-    address = 0 if memory is None else memory.data_ptr()
     if threads > 1 and (team := _team()).busy.acquire(blocking=False):
         try:
             threads = min(threads, team.size)
             pieces = min(_PIECES * threads, count // least)
-            _share(team.words, team.size, threads, *job, pieces, address, 4 * scratch)
+            _share(team.words, team.size, threads, *job, pieces, *_caller.scratch(scratch, threads))
         finally:
             team.busy.release()
     else:
-        _alone(*job, address)
+        _alone(*job, _caller.scratch(scratch, 1)[0])

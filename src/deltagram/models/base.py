@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from deltagram.attention.layer import Attention
 from deltagram.gdn.layer import GatedDeltaNet
 from deltagram.kernels._packed import Matrix, Packed
+from deltagram.kernels.embed import embed
 from deltagram.kernels.linear import linear
 from deltagram.layers.basic import Factory
 from deltagram.layers.mlp import MLP, MoE
@@ -74,9 +74,9 @@ class Embedding:
         self._matrix: Matrix = self.head
         make.packers.append(self._pack)
 
-    def __call__(self, token: Tensor) -> Tensor:
-        """token [T] -> [T, H]."""
-        return F.embedding(token, self.words)
+    def __call__(self, token: Tensor, copies: int | None = None) -> Tensor:
+        """token [T] -> [T, H], or [T, copies, H]."""
+        return embed(token, self.words, copies)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, H] -> [n, vocab]."""

@@ -123,8 +123,7 @@ class Qwen4Exp:
             self.run_ahead = RunAhead(layers, self.specs, self.stores, projections, make.device)
 
     def forward(self, table: SequenceTable, history: TokenHistory, rows: Tensor | None = None) -> Tensor:
-        words = self.embedding(table.token)
-        streams = words[:, None].expand(-1, self.config.hc_count, -1).contiguous()  # [T, streams, H]
+        streams = self.embedding(table.token, self.config.hc_count)  # [T, streams, H]
         last: Block | None = None
         try:
             if self.run_ahead is not None:

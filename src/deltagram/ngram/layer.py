@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from deltagram.kernels.causal_conv1d import causal_conv1d
+from deltagram.kernels.ple_add import ple_add
 from deltagram.kernels.ple_gate import ple_gate
 from deltagram.layers.basic import Factory, Linear, RMSNorm
 from deltagram.step.sequences import SequenceTable
@@ -62,7 +63,7 @@ class PLELayer:
             table.slot,
             self.dilation,
         )
-        streams += gated.add_(mixed.view_as(gated))
+        ple_add(streams, gated, mixed.view_as(gated))
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         return (
