@@ -24,6 +24,7 @@ from deltagram.parallel.groups import Group
 SIZES = (2, 4, 8)  # of groups, for which peer kernels are built
 Opened = tuple[list[Tensor], Callable[[], None]]  # every rank's buffer, uint8 [nbytes], and what gives them back
 _HEADROOM = 1 << 28  # bytes of a device that a request leaves alone
+_PAGE = 1 << 21  # bytes, of a device's memory
 
 
 class PeerMemory:
@@ -190,9 +191,10 @@ def _open_ipc(nbytes: int, group: Group) -> Opened:
             raise RuntimeError(f"{name} failed with CUDA error {code}")
 
     with torch.cuda.device(group.device):
-        torch.cuda.current_stream()  # makes the context that the driver's calls work in
+        torch.empty(1, device=group.device)  # makes the context that the driver's calls work in
         mine, handle = ctypes.c_uint64(), _IpcHandle()
-        call("cuMemAlloc_v2", ctypes.byref(mine), ctypes.c_size_t(nbytes))
+        whole = -(-nbytes // _PAGE) * _PAGE  # smaller pieces share a page, which is what a handle is of
+        call("cuMemAlloc_v2", ctypes.byref(mine), ctypes.c_size_t(whole))
         call("cuIpcGetMemHandle", ctypes.byref(handle), mine)
         addresses = []
         for rank, theirs in enumerate(gather_bytes(bytes(handle), group)):
