@@ -175,7 +175,7 @@ def product(
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     tile = tile_of(outputs, inputs, gated)
     assert x.stride(1) == 1 and weight.is_contiguous() and (residual is None or residual.stride(1) == 1)
-    assert tile.split == 1 or norm is None and not gated
+    assert tile.split == 1 or (norm is None and not gated)
     out = x.new_empty(rows, outputs)
     tiles, padded = -(-outputs // tile.outputs), power_of_two(rows, 16)
     partial = arrived = None

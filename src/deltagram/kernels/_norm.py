@@ -70,7 +70,7 @@ def fused_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return plain_norm(x, weight, eps)
     size = x.shape[-1]
     groups = weight.numel() // size
-    if groups == 1 and x.dim() != 2 or x.dim() > 3:
+    if (groups == 1 and x.dim() != 2) or x.dim() > 3:
         x = x.contiguous()
     flat = x if x.dim() == 2 + (groups > 1) else x.view(-1, *weight.shape)
     assert x.stride(-1) == 1 and weight.is_contiguous()
