@@ -15,8 +15,9 @@ result, NaN or not. On a GPU a page holds a multiple of 64 tokens.
 
 How the kernels sum, which decides the bits:
 - decode and verify tokens, and on a GPU every token of a call with `selected` that does not see everything, are cut
-  into parts over the keys, taken on their own (`split.py`, `gather.py`) and put together in order (`combine.py`). Where
-  the cuts lie follows from the token's own position alone, so a drafted token has the bits it has when decoded.
+  into parts over the keys, taken on their own (`split.py`, `gather.py`) and put together in order by the program that
+  ends last. Where the cuts lie follows from the token's own position alone, so a drafted token has the bits it has when
+  decoded.
 - prefill tokens otherwise take their keys in order, tile by tile (`prefill.py`).
 """
 
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from deltagram.kernels._triton import Build, Impl, choose, on_cpu
-from deltagram.kernels.paged_attention import combine, gather, prefill, split
+from deltagram.kernels.paged_attention import gather, prefill, split
 from deltagram.kernels.paged_attention.reference import _reference
 
 
@@ -84,15 +85,14 @@ def _launch(
     if selected is None:
         dense_until = page_table.shape[1] * page_size
         tokens = min(len(q), len(row) * (1 + max_draft))  # decode and verify tokens, which come first
-        parts = split.launch(q, *caches, *tables, scale, gate, out, tokens)
+        split.launch(q, *caches, *tables, scale, gate, out, tokens)
     else:
         dense_until = (selected.shape[1] + 1) * block_size - 1  # positions below see no more blocks than are listed
-        parts = gather.launch(q, *caches, sequence, position, scale, selected, block_size, gate, out)
-    combine.launch(*parts, kind, sequence, position, gate, out)
+        gather.launch(q, *caches, sequence, position, scale, selected, block_size, gate, out)
     if mixed:
         prefill.launch(q, *caches, *tables, scale, dense_until, gate, out)
     return out
 
 
 def ahead_of_time() -> list[Build]:
-    return split.builds() + gather.builds() + combine.builds() + prefill.builds()
+    return split.builds() + gather.builds() + prefill.builds()

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from deltagram.kernels._triton import Build, jit, power_of_two, tl
-from deltagram.kernels.paged_attention.split import LOG2_E, SHAPES, TYPES, Parts, query_tile
-from deltagram.kernels.paged_attention.tile import give, take
+from deltagram.kernels.paged_attention.split import LOG2_E, SHAPES, TYPES, query_tile
+from deltagram.kernels.paged_attention.tile import MOST_COUNTERS, counters, give, merge, merge_tile, take
 
 SIZE = 512  # keys of a part
 
@@ -34,6 +34,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     out,
     parts,
     weights,
+    done,  # [T, HKV] as in split.py
     places,
     pages,
     q_stride,
@@ -51,6 +52,9 @@ def _kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     BD: tl.constexpr,
     BN: tl.constexpr,
+    MOST: tl.constexpr,
+    BG: tl.constexpr,
+    BP: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64)
     n = tl.load(sequence + t)
@@ -102,6 +106,14 @@ def _kernel(  # type: ignore[no-untyped-def]
         tl.store(parts + ((kept * places + part) * D)[:, None] + d[None, :], acc, mask=whole)
         tl.store(weights + kept * 2 * places + part, top, mask=real)
         tl.store(weights + (kept * 2 + 1) * places + part, total, mask=real)
+        tl.debug_barrier()  # all of the program's writes come before its count
+        ended = tl.atomic_add(done + t * HKV + h, 1, sem="acq_rel")
+        if ended == (count - 1) // SIZE:
+            merge(
+                parts, weights, places, ended + 1, gate, out, gate_stride, gate_head, t, h * GROUP, HKV * GROUP, GROUP,
+                D, GATED, BG, BP, MOST, BD,
+            )  # fmt: skip
+            tl.store(done + t * HKV + h, 0)
 
 
 def places(listed: int, block_size: int) -> int:
@@ -123,30 +135,29 @@ def launch(
     block_size: int,
     gate: Tensor | None,
     out: Tensor,
-) -> Parts:
+) -> None:
     num_rows, heads, size = q.shape
     page_size, key_heads = k_cache.shape[1:3]
     listed = selected.shape[1]
-    assert selected.is_contiguous()
+    assert selected.is_contiguous() and num_rows * key_heads <= MOST_COUNTERS
     most = places(listed, block_size)
     parts = q.new_empty((num_rows, heads, most, size), dtype=torch.float32)
     weights = q.new_empty((num_rows, heads, 2, most), dtype=torch.float32)
     gates = q if gate is None else gate
     _kernel[(num_rows, key_heads, most)](
-        q, k_cache, v_cache, page_table, row, kind, sequence, position, selected, gates, out, parts, weights, most,
-        page_table.shape[1], q.stride(0), gates.stride(0), gates.stride(1), scale * LOG2_E, GATED=gate is not None,
-        HKV=key_heads, GROUP=heads // key_heads, D=size, PAGE=page_size, LISTED=listed, BLOCK=block_size,
-        **_sizes(heads // key_heads, size), **_OPTIONS,
+        q, k_cache, v_cache, page_table, row, kind, sequence, position, selected, gates, out, parts, weights,
+        counters(q.device), most, page_table.shape[1], q.stride(0), gates.stride(0), gates.stride(1), scale * LOG2_E,
+        GATED=gate is not None, HKV=key_heads, GROUP=heads // key_heads, D=size, PAGE=page_size, LISTED=listed,
+        BLOCK=block_size, **_sizes(heads // key_heads, size, listed, block_size), **_OPTIONS,
     )  # fmt: skip
-    return parts, weights, 1, listed, block_size
 
 
 _OPTIONS = {"num_warps": 4, "num_stages": 3}
 
 
-def _sizes(group: int, size: int) -> dict[str, int]:
-    rows = query_tile(group, 16)["ROWS"]
-    return {"ROWS": rows, "BD": power_of_two(size, 16), "BN": 32, "SIZE": SIZE}
+def _sizes(group: int, size: int, listed: int, block_size: int) -> dict[str, int]:
+    tile = {"ROWS": query_tile(group, 16)["ROWS"], "BD": power_of_two(size, 16), "BN": 32, "SIZE": SIZE}
+    return tile | {"MOST": power_of_two(places(listed, block_size)), **merge_tile(group, size)}
 
 
 def builds() -> list[Build]:
@@ -154,6 +165,6 @@ def builds() -> list[Build]:
     for dtype, key_heads, group, size, gated in SHAPES:
         types = TYPES | dict.fromkeys(("q", "k_cache", "v_cache", "gate", "out"), dtype)
         constants = {"GATED": gated, "HKV": key_heads, "GROUP": group, "D": size, "PAGE": 64}
-        constants |= {"LISTED": 128, "BLOCK": 16, **_sizes(group, size)}
+        constants |= {"LISTED": 128, "BLOCK": 16, **_sizes(group, size, 128, 16)}
         made.append(Build(_kernel, types, constants, _OPTIONS))
     return made

@@ -1,4 +1,4 @@
-"""Decode and verify tokens: each part of a sequence's keys on its own.
+"""Decode and verify tokens: each part of a sequence's keys on its own, and the parts put together by the last to end.
 
 Tokens of a sequence whose positions lie in the same aligned group of TOKENS, with all query heads of one key head, are
 one tile of queries. A tile's keys are cut into at most _MOST parts of equal size. That size depends on the group's
@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from deltagram.kernels._triton import Build, jit, power_of_two, tl
-from deltagram.kernels.paged_attention.tile import give, part_size, take
+from deltagram.kernels.paged_attention.tile import MOST_COUNTERS, counters, give, merge, merge_tile, part_size, take
 
 LEAST, MOST = 128, 64  # keys of a part, parts
-Parts = tuple[Tensor, Tensor, int, int, int]  # sums, weights, and for combine: tokens a tile, places listed, block size
 
 
 @jit(
@@ -40,6 +39,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     out,
     parts,  # [tokens, HQ, places, D] fp32
     weights,  # [tokens, HQ, 2, places] fp32: largest score, sum
+    done,  # [tokens, HKV] parts of a tile, at its first token; zero before and after
     num_rows,
     num_sequences,
     places,
@@ -60,6 +60,8 @@ def _kernel(  # type: ignore[no-untyped-def]
     NB: tl.constexpr,
     LEAST: tl.constexpr,
     MOST: tl.constexpr,
+    BG: tl.constexpr,
+    BP: tl.constexpr,
 ):
     ticks = tl.arange(0, NB)
     there = ticks < num_sequences
@@ -119,6 +121,16 @@ def _kernel(  # type: ignore[no-untyped-def]
                 tl.store(to[:, None] + d[None, :], acc, mask=real[:, None] & (d < D)[None, :])
                 tl.store(weights + kept * 2 * places + part, top, mask=real)
                 tl.store(weights + (kept * 2 + 1) * places + part, total, mask=real)
+                tl.debug_barrier()  # all of the program's writes come before its count
+                from_token = (begin + tl.maximum(group, past) - past).to(tl.int64)
+                ended = tl.atomic_add(done + from_token * HKV + h, 1, sem="acq_rel")
+                if ended == group // keys:
+                    for i in range(last - tl.maximum(group, past)):
+                        merge(
+                            parts, weights, places, ended + 1, gate, out, gate_stride, gate_head, from_token + i,
+                            h * GROUP, HKV * GROUP, GROUP, D, GATED, BG, BP, MOST, BD,
+                        )  # fmt: skip
+                    tl.store(done + from_token * HKV + h, 0)
     width = tl.full([], HKV * GROUP * D, tl.int64)
     for t in range(tl.load(cu_tokens + num_sequences) + tl.program_id(0), num_rows, tl.num_programs(0)):  # padding
         for h in range(HKV * GROUP):
@@ -138,9 +150,8 @@ def launch(
     gate: Tensor | None,
     out: Tensor,
     tokens: int,
-) -> Parts:
-    """Attend decode and verify tokens, of which there are at most `tokens`, and zero the rows of padding. What took
-    more than one part is left to combine."""
+) -> None:
+    """Attend decode and verify tokens, of which there are at most `tokens`, and zero the rows of padding."""
     num_rows, heads, size = q.shape
     page_size, key_heads = k_cache.shape[1:3]
     pages, group = page_table.shape[1], heads // key_heads
@@ -148,14 +159,14 @@ def launch(
     sizes = _sizes(q.dtype == torch.float32, group, size, len(row))
     parts = q.new_empty((tokens, heads, places, size), dtype=torch.float32)
     weights = q.new_empty((tokens, heads, 2, places), dtype=torch.float32)
+    assert tokens * key_heads <= MOST_COUNTERS
     items = min(tokens, len(row) * (1 + tokens // sizes["TOKENS"])) * places * key_heads
     gates = q if gate is None else gate
     _kernel[(min(items, RESIDENT * processors(q.device)),)](
-        q, k_cache, v_cache, page_table, row, kind, cu_tokens, length, gates, out, parts, weights, num_rows, len(row),
-        places, pages, q.stride(0), gates.stride(0), gates.stride(1), scale * LOG2_E, GATED=gate is not None,
-        HKV=key_heads, GROUP=group, D=size, PAGE=page_size, **sizes, **OPTIONS,
+        q, k_cache, v_cache, page_table, row, kind, cu_tokens, length, gates, out, parts, weights,
+        counters(q.device), num_rows, len(row), places, pages, q.stride(0), gates.stride(0), gates.stride(1),
+        scale * LOG2_E, GATED=gate is not None, HKV=key_heads, GROUP=group, D=size, PAGE=page_size, **sizes, **OPTIONS,
     )  # fmt: skip
-    return parts, weights, sizes["TOKENS"], 0, 1
 
 
 LOG2_E = 1.4426950408889634
@@ -177,14 +188,15 @@ def query_tile(group: int, least: int) -> dict[str, int]:
 def _sizes(full: bool, group: int, size: int, num_sequences: int) -> dict[str, int]:
     """`full`: fp32 inputs, whose products no tensor core takes."""
     tile = query_tile(group, 16) | {"BD": power_of_two(size, 16), "BN": 32 if full or size > 256 else 64}
-    return tile | {"NB": power_of_two(num_sequences, 256), "LEAST": LEAST, "MOST": MOST}
+    tile |= {"NB": power_of_two(num_sequences, 256), "LEAST": LEAST, "MOST": MOST}
+    return tile | merge_tile(group, size)
 
 
 TYPES = (
     dict.fromkeys(("page_table", "row", "kind", "cu_tokens", "length", "sequence", "position", "selected"), "*i32")
     | dict.fromkeys(("num_rows", "num_sequences", "num_tiles", "places", "pages", "dense_until"), "i32")
     | dict.fromkeys(("q_stride", "gate_stride", "gate_head"), "i32")
-    | {"scale": "fp32", "parts": "*fp32", "weights": "*fp32"}
+    | {"scale": "fp32", "parts": "*fp32", "weights": "*fp32", "done": "*i32"}
 )
 SHAPES = (("*bf16", 4, 4, 256, True), ("*bf16", 2, 8, 128, False), ("*fp32", 2, 3, 80, True))  # of builds
 

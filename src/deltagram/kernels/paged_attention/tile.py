@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from deltagram.kernels._triton import jit, tl
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from deltagram.kernels._triton import jit, power_of_two, tl
+
+MOST_COUNTERS = 1 << 18
 
 
 @jit
@@ -45,3 +52,51 @@ def part_size(context, LEAST: tl.constexpr, MOST: tl.constexpr):  # type: ignore
     for _ in tl.static_range(16):
         size = tl.where(size * MOST < context, size * 2, size)
     return size
+
+
+@jit
+def merge(  # type: ignore[no-untyped-def]
+    parts, weights, places, count, gate, out, gate_stride, gate_head, token, first_head,
+    HQ: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, GATED: tl.constexpr, BG: tl.constexpr, BP: tl.constexpr,
+    MOST: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Put the `count` parts of one token's keys together, in their order, for GROUP heads from `first_head` on. They
+    were written by other programs of the launch, so they are read past the first cache."""
+    g = tl.arange(0, BG)
+    line = token * HQ + first_head + g
+    p = tl.arange(0, MOST)[None, :]
+    here = (g < GROUP)[:, None] & (p < count)
+    at = weights + (line * 2 * places)[:, None] + p
+    tops = tl.load(at, mask=here, other=float("-inf"), cache_modifier=".cg")
+    totals = tl.load(at + places, mask=here, other=0, cache_modifier=".cg")
+    top = tl.max(tl.where((g < GROUP)[:, None], tops, 0.0), 1)
+    total = tl.sum(totals * tl.exp2(tops - top[:, None]), 1)
+    d = tl.arange(0, BD)[None, None, :]
+    acc = tl.zeros([BG, BD], tl.float32)
+    for low in range(0, count, BP):
+        q = low + tl.arange(0, BP)[None, :]
+        some = (g < GROUP)[:, None] & (q < count)
+        share = tl.load(
+            weights + (line * 2 * places)[:, None] + q, mask=some, other=float("-inf"), cache_modifier=".cg"
+        )
+        share = tl.exp2(share - top[:, None])
+        source = ((line * places)[:, None] + q)[:, :, None] * D + d
+        sums = tl.load(parts + source, mask=some[:, :, None] & (d < D), other=0, cache_modifier=".cg")
+        acc += tl.sum(sums * share[:, :, None], 1)
+    total = tl.where(g < GROUP, total, 1.0)
+    give(
+        acc / total[:, None], gate, out, gate_stride, gate_head, token + g * 0, first_head + g, g < GROUP, HQ, D, GATED
+    )
+
+
+def merge_tile(group: int, size: int) -> dict[str, int]:
+    """Heads and parts that `merge` takes at once: about 8192 numbers."""
+    heads, columns = power_of_two(group), power_of_two(size, 16)
+    return {"BG": heads, "BP": max(1, 8192 // (heads * columns))}
+
+
+@cache
+def counters(device: torch.device) -> Tensor:
+    """Zeros that programs count a tile's parts with, [tokens * Hkv]: whoever takes the last one leaves a zero again.
+    Launches share them, since they follow each other on one stream."""
+    return torch.zeros(MOST_COUNTERS, dtype=torch.int32, device=device)
