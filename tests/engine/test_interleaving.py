@@ -23,7 +23,7 @@ from deltagram.testing.checkpoints import END_OF_TEXT, END_OF_TURN, TINY_SHAPES,
 
 NOISE = 1e-4
 SCHEDULES = 220
-SHAPES = ("qwen4_exp", "qwen4_exp_packed", "qwen4_exp_dense", "qwen3_5")
+SHAPES = ("qwen4_exp", "qwen4_exp_packed", "qwen4_exp_dense", "qwen3_5", "qwen3_5_moe", "qwen3_next_dense_layers")
 CONTEXT = 192
 LENGTHS = (1, 2, 3, 5, 31, 56, 58, 60, 62, 63, 64, 65, 120, 122, 124, 126, 127, 128, 130, 170)
 VARIANTS = (
