@@ -25,6 +25,7 @@ from deltagram.ngram import cli as ngram_cli
 if TYPE_CHECKING:
     from deltagram import LLM, SamplingParams
     from deltagram.engine.engine import Stats
+    from deltagram.parallel.groups import Group
 
 app = typer.Typer(
     name="deltagram",
@@ -52,6 +53,9 @@ TopP = Annotated[float | None, typer.Option(help="Choose among the likeliest tok
 MinP = Annotated[float | None, typer.Option(help="Choose among tokens this likely, relative to the likeliest.")]
 RepetitionPenalty = Annotated[float | None, typer.Option(help="Above 1 makes tokens that occurred less likely.")]
 Seed = Annotated[int | None, typer.Option(help="Same seed, same text.")]
+Ranks = Annotated[
+    int | None, typer.Option(min=1, help="Processes of this machine that hold the n-gram tables together.")
+]
 Stop = Annotated[list[str] | None, typer.Option(help="Text to stop before; may be repeated.")]
 
 
@@ -86,17 +90,19 @@ def generate(
     device: Device = "auto",
     dtype: Dtype = "auto",
     settings: Set = None,
+    ranks: Ranks = None,
     trace: Annotated[Path | None, typer.Option(help="Write a JSON line for every step to this file.")] = None,
 ) -> None:
     """Continue a text, streaming it to stdout."""
     with _exits(), ExitStack() as stack:
+        _start_ranks(ranks)
         params = _sampling_params(
             max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
             repetition_penalty=repetition_penalty, seed=seed, stop=stop, ignore_eos=ignore_eos or None,
         )  # fmt: skip
         file = None if trace is None else stack.enter_context(trace.open("w", encoding="utf-8"))
         text = _read_stdin() if prompt == "-" else prompt
-        llm = _load(model, device=device, dtype=dtype, settings=settings)
+        llm = stack.enter_context(_load(model, device=device, dtype=dtype, settings=settings))
         if file is not None:
             stack.callback(_write_trace, llm, file)
         if as_json:
@@ -135,14 +141,16 @@ def chat(
     device: Device = "auto",
     dtype: Dtype = "auto",
     settings: Set = None,
+    ranks: Ranks = None,
 ) -> None:
     """Talk to a model that has a chat template, one line at a time. /reset forgets, /exit leaves."""
-    with _exits():
+    with _exits(), ExitStack() as stack:
+        _start_ranks(ranks)
         params = _sampling_params(
             max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
             repetition_penalty=repetition_penalty, seed=seed, stop=stop,
         )  # fmt: skip
-        llm = _load(model, device=device, dtype=dtype, settings=settings)
+        llm = stack.enter_context(_load(model, device=device, dtype=dtype, settings=settings))
         if llm.tokenizer.chat_template is None:
             raise ValueError("this model has no chat template: use `deltagram generate`")
         first = [{"role": "system", "content": system}] if system else []
@@ -291,19 +299,73 @@ def _sampling_params(**given: Any) -> "SamplingParams":
     return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
 
-def _load(model: str | None, *, device: str, dtype: str, settings: list[str] | None) -> "LLM":
-    """Loads the model, with a bar on a terminal, and says what it has to note."""
+def _start_ranks(ranks: int | None) -> None:
+    """With --ranks, runs this command as so many processes and exits as they do; returns in each of them."""
+    if ranks is None or "RANK" in os.environ:
+        return
+    from deltagram.parallel.launch import launch
+
+    code = "from deltagram.cli import main; main()"
+    raise typer.Exit(launch(["-c", code, *sys.argv[1:]], ranks))
+
+
+def _group(device: str) -> "Group | None":
+    """The ranks that torchrun or --ranks started, this process being one of them; None if it is alone."""
+    if "RANK" not in os.environ:
+        return None
+    import torch
+
+    from deltagram.parallel.groups import join
+
+    return join(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+
+
+@contextmanager
+def _load(model: str | None, *, device: str, dtype: str, settings: list[str] | None) -> Iterator["LLM"]:
+    """Loads the model, with a bar on a terminal, and says what it has to note. Of several ranks it returns on rank 0
+    alone: the others take part in its steps until it is closed, and exit."""
     chosen = _settings(settings or [])
     from deltagram import LLM
 
+    group = _group(device)
     console = Console(stderr=True)
     columns = SpinnerColumn(), TextColumn("loading"), DownloadColumn(), TransferSpeedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("loading", total=None)
-        llm = LLM(model, device=device, dtype=dtype, progress=lambda count: progress.advance(bar, count), **chosen)
+        llm = LLM(
+            model,
+            device=device,
+            dtype=dtype,
+            progress=lambda count: progress.advance(bar, count),
+            group=group,
+            **chosen,
+        )
+    if group is None:
+        _say_notes(llm)
+        yield llm
+        return
+    try:
+        if group.rank:
+            while llm.assist():
+                pass
+            group.close()
+            raise typer.Exit
+        _say_notes(llm)
+        try:
+            yield llm
+        except (ValueError, OSError):  # this rank's alone
+            llm.close()
+            raise
+        llm.close()
+        group.close()
+    except KeyboardInterrupt:  # every rank's
+        group.watchdog.close()
+        raise
+
+
+def _say_notes(llm: "LLM") -> None:
     for note in llm.notes:
         _say(f"note: {note}", "dim")
-    return llm
 
 
 def _settings(pairs: list[str]) -> dict[str, Any]:

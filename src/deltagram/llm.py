@@ -168,7 +168,7 @@ class LLM:
 
     def close(self) -> None:
         """Tell the ranks that `assist` that nothing will follow. Without a group there is nothing to close."""
-        if self.group is not None and self.replicas is not None and not self.replicas.closing:
+        if self.group is not None and self.replicas is not None and self.group.watchdog.report is None:
             self.replicas.leave()
 
     def _requests(self, prompt: Prompt, params: SamplingParams) -> list[Request]:

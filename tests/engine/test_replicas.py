@@ -1,5 +1,7 @@
 """Ranks that hold the tables of one model together generate, each for its own requests, what one process does."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,3 +84,33 @@ def test_replicas_generate_the_tokens_of_one_process(ranks, folder, alone, setti
             way = settings.get("ngram_split", "heads")
             said = f"the memory tables are split by {way} over {size} ranks; exchange: {settings['ngram_exchange']}"
             assert notes[-1] == said
+
+
+def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    code = "from deltagram.cli import main; main()"
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
+
+
+def test_the_command_runs_as_several_ranks_and_says_once_on_each_what_cannot_be(folder, alone):
+    asked = "generate", PROMPTS[0], "--model", str(folder), "--device", "cpu", "--temperature", "0", "--ranks", "2"
+    ran = run_command(*asked, "--max-tokens", "12", "--ignore-eos", "--json", "--set", "ngram_exchange=collective")
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("token_ids") == 2, "of the prompt and of the output, once"
+    assert str(list(alone[PROMPTS[0], True])) in ran.stdout
+    refused = run_command(*asked, "--set", "ngram_exchange=ring")
+    assert refused.returncode == 2 and refused.stderr.count("ngram_exchange is 'ring'") == 2
+    alone_refused = run_command(*asked[:-2], "--set", "ngram_split=rows")
+    assert alone_refused.returncode == 2 and "this process is alone: see --ranks" in alone_refused.stderr
+
+
+def settings_of_its_own(group: Group, folder: Path) -> str:
+    try:
+        LLM(folder, group=group, max_num_sequences=2 + (group.rank == 1))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_of_other_settings_are_refused_on_every_rank(ranks, folder):
+    said = ranks.run(settings_of_its_own, folder)
+    assert said == ["rank 1 has another model or other settings than rank 0"] * len(ranks.pipes)

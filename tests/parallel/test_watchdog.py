@@ -12,13 +12,14 @@ import pytest
 from deltagram.parallel.launch import environment, free_port, launch
 from deltagram.parallel.watchdog import EXIT_CODE, Collective, RankState, diagnose, process_state
 
-RANK = Path(__file__).parent / "hanging_rank.py"
+RANK, SERVING = (Path(__file__).parent / name for name in ("hanging_rank.py", "serving_rank.py"))
 SCENARIOS = {  # the last of the ranks is the culprit; three of them where one is stopped, else two
     "stop": r"rank 2 is missing: its process \d+ is stopped; chain all-gather of step 20 \(plan 0+14\) waits for it",
     "die": r"rank 1 is missing: its process \d+ is gone; chain all-gather of step 20 \(plan 0+14\) waits for it",
     "skip": r"rank 1 is missing: in step 2\d, HangError: it skipped chain all-gather of step 20 .*, which rank 0 "
     r"is in, and entered chain all-gather of step 21",
     "idle": r"rank 1 is missing: it has not entered chain all-gather of step 20, last in chain all-gather of step 19",
+    "request": r"rank 1 is missing: its process \d+ is stopped",
     "helper": r"rank 1 is missing: in step 20, HelperError: helper thread reading rows 0 has died",
 }
 
@@ -31,7 +32,7 @@ def ended():
         port, ranks = free_port(), 3 if scenario == "stop" else 2
         running[scenario] = [
             subprocess.Popen(
-                [sys.executable, str(RANK), scenario],
+                [sys.executable, str(SERVING if scenario == "request" else RANK), scenario],
                 env=os.environ | environment(rank, ranks, port) | {"OMP_NUM_THREADS": "1"},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -44,8 +45,9 @@ def ended():
     deadline = time.monotonic() + 90
     while len(ends) < len(processes) and time.monotonic() < deadline:
         ends |= {p: time.monotonic() for p in processes if p not in ends and p.poll() is not None}
-        if len(ends) == len(processes) - 1:
-            running["stop"][-1].kill()  # as parallel/launch.py does
+        for stopped in ("stop", "request"):
+            if all(p in ends for p in running[stopped][:-1]):
+                running[stopped][-1].kill()  # as parallel/launch.py does
         time.sleep(0.05)
     return {scenario: [(p.returncode, *p.communicate(), ends[p]) for p in group] for scenario, group in running.items()}
 
@@ -53,14 +55,16 @@ def ended():
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_a_hang_is_named_by_every_rank_that_can_and_ends_it(ended, scenario):
     results = ended[scenario]
+    if scenario == "request":
+        assert "RuntimeError: the step that ran this request failed: HangError: rank 1 is missing" in results[0][1]
     began = float(re.search(r"^began (\S+)", results[-1][1], re.MULTILINE)[1])
-    survivors = results[:-1] if scenario in ("stop", "die") else results
+    survivors = results[:-1] if scenario in ("stop", "die", "request") else results
     for rank, (code, out, err, ended_at) in enumerate(survivors):
         assert code == EXIT_CODE, (code, out, err)
         named = re.search(rf"^rank {rank}: (.*)$", err, re.MULTILINE)
         assert named and re.match(SCENARIOS[scenario], named[1]), err
         assert f"request failed: {named[1]}" in out
-        assert "entered" in err and "Thread 0x" in err and "hanging_rank.py" in err, "its ring and its stacks"
+        assert "entered" in err and "Thread 0x" in err and "_rank.py" in err, "its ring and its stacks"
         assert ended_at - began < 15
         if not (scenario == "idle" and rank == len(results) - 1):  # its main thread sleeps
             assert "raised H" in out, "the main thread was set free"

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-GRACE = 10.0  # seconds for the other ranks to say what they know, once one has failed
+GRACE = 5.0  # seconds for the other ranks to say what they know, once one has failed
 
 
 def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
