@@ -59,7 +59,7 @@ def test_qkv_write(dtype: torch.dtype, heads: int, key_heads: int, size: int, di
         within_twice(ours, plain, exact)
     assert torch.equal(results[0][2], results[1][2])  # values are copied
     turned = norm_rope(q, weights[0], cos, sin, position, 1e-6)
-    assert torch.equal(turned[:real], results[0][0])
+    within_twice(turned[:real], results[1][0], results[2][0])
     assert torch.equal(norm_rope(q[3:9].clone(), weights[0], cos, sin, position[3:9], 1e-6), turned[3:9])
     written = [pool[0].clone() for _ in range(2)]
     for one, impl in zip(written, (None, "reference"), strict=True):
