@@ -5,6 +5,7 @@ python benchmarks/kernels/bench_peer_lookup.py
 """
 
 import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +24,7 @@ LAYERS, COLUMNS, ROW_BYTES = 2, 24, 264
 TOKENS = (1, 6, 16, 48, 96, 384)
 
 
-def microseconds(calls: list[partial[object]], device: torch.device) -> float:
+def microseconds(calls: Sequence[Callable[[], object]], device: torch.device) -> float:
     if device.type == "cuda":
         return captured_us(calls)
     return Timer("calls[0]()", globals={"calls": calls}).blocked_autorange(min_run_time=0.2).median * 1e6
@@ -37,12 +38,13 @@ def measure(device: torch.device, ranks: int) -> dict[str, dict[str, float]]:
     bounds = torch.tensor([[0, rows]] * LAYERS, device=device)
     found = {}
     for tokens in TOKENS:
-        local, peer = [], []
+        local, peer, held = [], [], []
         for _ in range(16):
             ids = torch.randint(LAYERS * rows, (LAYERS, tokens, COLUMNS), device=device)
             local.append(partial(row_lookup, tables, ids))
             at_rows = 4 * LAYERS * tokens * COLUMNS
             memories = virtual_ranks(at_rows + LAYERS * tokens * COLUMNS * ROW_BYTES, ranks, device)
+            held.append(memories)
             for buffer in memories[0].buffers:
                 buffer[:at_rows].view(torch.int32).random_(0, rows)
             given = addresses, bounds, memories[0].addresses(), memories[0].addresses(at_rows)

@@ -22,9 +22,10 @@ def measure(device: torch.device, ranks: int) -> dict[str, float]:
     """Microseconds by tokens."""
     found = {}
     for tokens in TOKENS:
-        calls = []
+        calls, held = [], []
         for _ in range(16):
             memories = virtual_ranks(LAYERS * tokens * COLUMNS * ROW_BYTES, ranks, device)
+            held.append(memories)
             out = torch.empty(LAYERS, tokens, COLUMNS, ROW_BYTES, dtype=torch.uint8, device=device)
             calls.append(partial(peer_unpack, memories[0].addresses(), out, 1, tokens))
         found[f"{tokens} tokens"] = round(microseconds(calls, device), 2)
