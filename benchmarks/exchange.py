@@ -31,6 +31,7 @@ from deltagram.ngram.peer_exchange import PeerExchange
 from deltagram.ngram.sharding import Split, SplitTables
 from deltagram.ngram.stores import DeviceStore
 from deltagram.parallel.groups import Group, join
+from deltagram.parallel.lamport import LamportAllGather, blocks_beside, main_collective
 from deltagram.parallel.launch import launch
 from deltagram.parallel.peer_memory import patience, peer_memory, virtual_ranks
 from deltagram.testing.timing import launches
@@ -39,6 +40,7 @@ from deltagram.testing.virtual import lockstep_us, play
 LAYERS, COLUMNS = 2, 24
 FORM = RowFormat(torch.float8_e4m3fn, 256, group=32)
 TOKENS = (1, 6, 16, 48, 96, 384, 1024, 2048, 4096)
+PROJECTED, ROWS = 25600, (1, 6, 16, 48, 96, 192, 384, 768)
 REPEATS, ROUNDS = 20, 12
 
 
@@ -102,8 +104,8 @@ def of_group(group: Group) -> dict[str, Any]:
     above = CollectiveExchange(tables, group.communicator("all-to-all"))
     peer = PeerExchange(tables, memory, most, patience(group), communicator=chain)
     bare = dist.new_group(backend="nccl" if chain.on_device else "gloo")
-    found: dict[str, Any] = {}
-    for tokens in TOKENS if device.type == "cuda" else TOKENS[:5]:
+    found: dict[str, Any] = {"gather of projected values": gathers(group)}
+    for tokens in TOKENS if device.type == "cuda" else TOKENS[:2]:
         ids = ids_of(tables, tokens, device)
         times: dict[str, float] = {}
         for exchange in (peer, above):
@@ -127,6 +129,26 @@ def of_group(group: Group) -> dict[str, Any]:
     faster = [n for n in TOKENS if f"{n} tokens" in found and found[f"{n} tokens"][how] < found[f"{n} tokens"][other]]
     found["most tokens for which peer reads are faster"] = max(faster, default=0)
     return found
+
+
+def gathers(group: Group) -> dict[str, Any]:
+    """bf16 parts that make rows of 25600 values: a Lamport gather, within its budget, beside the collective."""
+    device, width, most, found = group.device, PROJECTED // group.size, max(ROWS), {}
+    chain = group.communicator("gathers")
+    memory = peer_memory(LamportAllGather.nbytes(group.size, most, width, torch.bfloat16), group)
+    blocks = blocks_beside(device, [main_collective(device)] if device.type == "cuda" else ())
+    lamport = LamportAllGather(memory, most, width, torch.bfloat16, blocks, patience(group), chain)
+    for rows in ROWS if device.type == "cuda" else ROWS[:3]:
+        part = torch.randn(rows, width, device=device).bfloat16()
+        whole, parts = part.new_empty(rows, PROJECTED), part.new_empty(group.size, rows, width)
+        times: dict[str, float] = {}
+        record(group, "lamport", partial(lamport.gather, part, whole), times)
+        record(group, "collective", partial(chain.all_gather, parts, part), times)
+        found[f"{rows} rows"] = times
+        if group.rank == 0:
+            print("gather", rows, times, flush=True)
+    lamport.check()
+    return found | {"blocks": blocks}
 
 
 def time_exchange(group: Group, exchange: Exchange, ids: torch.Tensor, times: dict[str, float]) -> None:

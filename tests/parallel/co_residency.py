@@ -98,7 +98,7 @@ def play(ranks: int, rounds: int, capped: bool, group: Group | None) -> dict:
     here = ranks if group is None else 1
     main = [Spinner(f"main stream {rank}", MAIN_BLOCKS, FOOTPRINT) for rank in range(here)]
     guests = [resources.whole()]  # a product of the main stream may need a multiprocessor for itself
-    blocks = blocks_beside(CUDA, main, guests, here) if capped else 1 << 20
+    blocks = blocks_beside(CUDA, main, here) if capped else 1 << 20
     needed = -(-SIZES[-1] * PROJECTED // ranks // 2 // TILE)
     spinners = main + [Spinner("side", min(blocks, needed), FOOTPRINT)] * here
     sizes = [LamportAllGather.nbytes(ranks, SIZES[-1], width // ranks, torch.bfloat16) for width in (PROJECTED, HIDDEN)]

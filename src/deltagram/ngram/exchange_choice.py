@@ -10,7 +10,7 @@ from deltagram.ngram.peer_exchange import PeerExchange
 from deltagram.ngram.sharding import SplitTables
 from deltagram.parallel import peer_memory
 from deltagram.parallel.groups import Communicator, Group
-from deltagram.parallel.lamport import LamportAllGather, blocks_beside
+from deltagram.parallel.lamport import LamportAllGather, blocks_beside, main_collective
 
 MOST_TOKENS = 128  # of a slot that goes through peer memory; collectives are faster for more
 
@@ -74,7 +74,8 @@ def _lamport(setup: Setup) -> Exchange:
     memory = peer_memory.peer_memory(_lamport_bytes(setup), group)
     chain, width = setup.communicator, lamport_exchange.width(tables)
     assert tables.dtype is not None
-    blocks = blocks_beside(group.device, ranks_here=group.size if group.shared_card else 1)
+    others = [] if group.device.type == "cpu" else [main_collective(group.device)]
+    blocks = blocks_beside(group.device, others, group.size if group.shared_card else 1)
     gather = LamportAllGather(
         memory, tables.num_layers * most, width, tables.dtype, blocks, peer_memory.patience(group), chain
     )

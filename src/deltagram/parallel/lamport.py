@@ -17,23 +17,30 @@ from deltagram.parallel.residency import DeviceResources, Footprint, Spinner, co
 from deltagram.parallel.watchdog import HangError
 
 FOOTPRINT = Footprint.of_kernel(WARPS, REGISTERS, 1024)  # of a block; it uses less shared memory than that
+_CHANNELS = 32  # blocks of a collective of NCCL, at most
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
-def blocks_beside(
-    device: torch.device, others: Sequence[Spinner] = (), guests: Sequence[Footprint] = (), ranks_here: int = 1
-) -> int:
+def main_collective(device: torch.device) -> Spinner:
+    """What the main stream of a CUDA device may have waiting at any time: a collective of NCCL, with blocks of a size
+    that is not ours to know."""
+    return Spinner("a collective", _CHANNELS, DeviceResources.of(device).whole())
+
+
+def blocks_beside(device: torch.device, others: Sequence[Spinner] = (), ranks_here: int = 1) -> int:
     """Blocks that a gather on `device` may have beside `others`, everything else that may wait there at the same time,
-    and `guests`, kernels that must be able to run meanwhile; ranks_here: ranks that share the card and gather too.
+    so that a kernel which needs a multiprocessor for itself still finds one. ranks_here: ranks that share the card and
+    gather too.
 
     Raises ValueError where there is no room for one.
     """
     if device.type == "cpu":
         return 1
-    blocks = co_residency_budget(DeviceResources.of(device), FOOTPRINT, others, guests) // ranks_here
+    resources = DeviceResources.of(device)
+    blocks = co_residency_budget(resources, FOOTPRINT, others, [resources.whole()]) // ranks_here
     if blocks == 0:
         listed = ", ".join(f"{other.blocks} blocks of {other.name}" for other in others)
-        raise ValueError(f"no room for a Lamport gather of {ranks_here} ranks beside {listed or 'its guests'}")
+        raise ValueError(f"no room for a Lamport gather of {ranks_here} ranks beside {listed or 'a kernel'}")
     return blocks
 
 
