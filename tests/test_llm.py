@@ -273,11 +273,11 @@ def broken(monkeypatch: pytest.MonkeyPatch, error: BaseException, calls: int) ->
     """Raise `error` in the middle of the `calls`-th step from now on; returns what mends it."""
     whole, left = Attention.__call__, [calls]  # once a step: the tiny model has one attention layer
 
-    def attend(self: Attention, *arguments: Any) -> Any:
+    def attend(self: Attention, *arguments: Any, **named: Any) -> Any:
         left[0] -= 1
         if left[0] == 0:
             raise error
-        return whole(self, *arguments)
+        return whole(self, *arguments, **named)
 
     monkeypatch.setattr(Attention, "__call__", attend)
     return lambda: monkeypatch.setattr(Attention, "__call__", whole)

@@ -28,15 +28,28 @@ class Indexer:
         self.q_norm = RMSNorm(head_dim, eps, make)
         self.k_norm = RMSNorm(head_dim, eps, make)
 
-    def __call__(self, x: Tensor, table: SequenceTable, rotary: Rotary, cache: LayerCache) -> Tensor | None:
+    def __call__(
+        self,
+        x: Tensor,
+        table: SequenceTable,
+        rotary: Rotary,
+        cache: LayerCache,
+        asking: tuple[Tensor, SequenceTable] | None = None,
+    ) -> Tensor | None:
         """x [T, hidden] -> int32 [T, top_k], the chosen blocks; None on a CPU where the step's contexts have no more
         blocks than are chosen: on a GPU the kernels see that for themselves, token by token.
 
-        The cache takes the tokens' index keys either way.
+        The cache takes the tokens' index keys either way. `asking`: the rows of x that are asked for, and their table.
         """
         assert cache.index_keys is not None and cache.block_keys is not None
-        projected = self.project(x).unflatten(1, (self.num_heads + 1, self.head_dim))
-        cache_write(cache.index_keys, projected[:, -1], table.cache_index, table.cu_tokens)
+        queries = self.num_heads * self.head_dim
+        if asking is None:
+            projected, asked = self.project(x), table
+            keys = projected[:, queries:]
+        else:
+            projected, asked = self.project.outputs(asking[0], 0, queries), asking[1]
+            keys = self.project.outputs(x, queries, queries + self.head_dim)
+        cache_write(cache.index_keys, keys, table.cache_index, table.cu_tokens)
         pool_blocks(
             cache.index_keys,
             cache.block_keys,
@@ -52,13 +65,13 @@ class Indexer:
         if not x.is_cuda and int(table.length.max()) // self.block_size <= self.top_k:
             return None
         return select_blocks(
-            rotary.normed(projected[:, :-1], self.q_norm, table.position),
+            rotary.normed(projected[:, :queries].unflatten(1, (-1, self.head_dim)), self.q_norm, asked.position),
             cache.block_keys,
-            table.page_table,
-            table.row,
-            table.cu_tokens,
-            table.length,
-            table.position,
+            asked.page_table,
+            asked.row,
+            asked.cu_tokens,
+            asked.length,
+            asked.position,
             self.block_size,
             self.top_k,
         )

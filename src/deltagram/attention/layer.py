@@ -5,11 +5,12 @@ from torch import Tensor
 from deltagram.attention.cache import LayerCache
 from deltagram.attention.indexer import Indexer
 from deltagram.kernels._norm import Norm
+from deltagram.kernels.cache_write import cache_write
 from deltagram.kernels.paged_attention import paged_attention
 from deltagram.kernels.qkv_write import qkv_write
 from deltagram.layers.basic import Factory, Linear, RMSNorm
 from deltagram.layers.rotary import Rotary
-from deltagram.step.sequences import SequenceTable
+from deltagram.step.sequences import SequenceTable, each_alone
 
 
 class Attention:
@@ -50,9 +51,14 @@ class Attention:
         rotary: Rotary,
         norm: Norm | None = None,
         residual: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        """x [T, hidden], which goes through `norm` first (without an indexer) -> [T, hidden], added to `residual`."""
+        """x [T, hidden], which goes through `norm` first (without an indexer) -> [T, hidden], added to `residual`; or
+        [n, hidden], of `rows` (int64 [n]) alone."""
         assert norm is None or self.indexer is None, "an indexer reads x as it is"
+        if rows is not None and not x.is_cuda:
+            assert norm is None and residual is None
+            return self._of_rows(x, rows, table, rotary)
         cache = self.cache
         assert cache is not None, "the layer has no pages"
         query_gate, key, value = self.project.split(x, norm)
@@ -91,7 +97,40 @@ class Attention:
             self.indexer.block_size if self.indexer else 1,
             gate,
         )
-        return self.out(heads.flatten(1), residual=residual)
+        out = self.out(heads.flatten(1), residual=residual)
+        return out if rows is None else out[rows]
+
+    def _of_rows(self, x: Tensor, rows: Tensor, table: SequenceTable, rotary: Rotary) -> Tensor:
+        """Keys and values of all tokens to their pages; the others' queries are not made."""
+        cache, queries = self.cache, 2 * self.num_heads * self.head_dim
+        assert cache is not None, "the layer has no pages"
+        asking, asked = x[rows], each_alone(table, rows)
+        heads = self.project.outputs(asking, 0, queries).unflatten(1, (self.num_heads, 2 * self.head_dim))
+        query, gate = heads.chunk(2, -1)
+        key, value = self.project.outputs(x, queries, sum(self.project.sizes)).chunk(2, -1)
+        key = rotary.normed(key.unflatten(1, (self.num_kv_heads, self.head_dim)), self.k_norm, table.position)
+        cache_write(cache.keys, key, table.cache_index, table.cu_tokens)
+        cache_write(cache.values, value, table.cache_index, table.cu_tokens)
+        sparse = self.indexer is not None and cache.index_keys is not None
+        attended = paged_attention(
+            rotary.normed(query, self.q_norm, asked.position),
+            cache.keys,
+            cache.values,
+            asked.page_table,
+            asked.row,
+            asked.kind,
+            asked.cu_tokens,
+            asked.length,
+            asked.sequence,
+            asked.position,
+            self.head_dim**-0.5,
+            False,
+            0,
+            self.indexer(x, table, rotary, cache, (asking, asked)) if sparse and self.indexer else None,
+            self.indexer.block_size if self.indexer else 1,
+            gate,
+        )
+        return self.out(attended.flatten(1))
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         named = self.project.tensors(prefix) | self.out.tensors(prefix)

@@ -35,6 +35,15 @@ class Packed(NamedTuple):
         panels = padded.unflatten(-2, (-1, LANES)).transpose(-1, -2).contiguous()
         return Packed(panels, outputs, inputs, panels.data_ptr(), panels.shape[-3:].numel() * panels.itemsize, brief)
 
+    def between(self, first: int, last: int) -> Packed:
+        """Outputs first .. last - 1 of one matrix, `first` being a panel's."""
+        assert self.panels.dim() == 3 and first % LANES == 0
+        begin, end = first // LANES, -(-last // LANES)
+        panels = self.panels[begin:end]
+        return self._replace(
+            panels=panels, outputs=last - first, address=panels.data_ptr(), bytes_each=panels.numel() * panels.itemsize
+        )
+
     def unpack(self) -> Tensor:
         """The weight, fp32 [..., outputs, inputs]."""
         return self.panels.transpose(-1, -2).flatten(-3, -2)[..., : self.outputs, :].float()
@@ -46,6 +55,11 @@ Matrix = Tensor | Packed  # a weight: plain, or packed for CPU kernels
 def dense(weight: Matrix, like: Tensor) -> Tensor:
     """`weight` [..., outputs, inputs] in the dtype of `like`."""
     return weight.unpack().to(like.dtype) if isinstance(weight, Packed) else weight.to(like.dtype)
+
+
+def between(weight: Matrix, first: int, last: int) -> Matrix:
+    """Outputs first .. last - 1 of a matrix, a view."""
+    return weight.between(first, last) if isinstance(weight, Packed) else weight[first:last]
 
 
 def room(outputs: int) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deltagram.kernels._norm import Norm
-from deltagram.kernels._packed import Matrix, Packed
+from deltagram.kernels._packed import LANES, Matrix, Packed, between
 from deltagram.kernels.linear import linear
 from deltagram.kernels.rms_norm import rms_norm
 
@@ -97,6 +97,11 @@ class Linear:
     def split(self, x: Tensor, norm: Norm | None = None) -> Sequence[Tensor]:
         """x [T, inputs], which goes through `norm` first -> one [T, outputs] view a part."""
         return linear(x, self._weight.matrix, norm).split_with_sizes(self.sizes, -1)
+
+    def outputs(self, x: Tensor, first: int, last: int) -> Tensor:
+        """x [T, inputs] -> outputs first .. last - 1 alone, [T, last - first]."""
+        whole = first // LANES * LANES
+        return linear(x, between(self._weight.matrix, whole, last))[:, first - whole :]
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         weights = self.weight.split(self.sizes)

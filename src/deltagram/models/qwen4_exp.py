@@ -61,9 +61,13 @@ class DecoderLayer:
         """The streams, updated in place but for the experts' output, which is returned as `last` was given: whoever
         reads the streams next adds it. Past the mixer only `rows` go on, if given."""
         x, inject = self.around_mixer.enter(streams, *(last or ()))
-        out = self.mixer(x, table, rotary) if isinstance(self.mixer, Attention) else self.mixer(x, table)
+        if isinstance(self.mixer, Attention):
+            out = self.mixer(x, table, rotary, rows=rows)
+        else:
+            out = self.mixer(x, table)
+            out = out if rows is None else out[rows]
         if rows is not None:
-            streams, inject, out = streams[rows], inject[rows], out[rows]
+            streams, inject = streams[rows], inject[rows]
         x, inject = self.around_experts.enter(streams, inject, out)
         return streams, (inject, self.experts(x))
 

@@ -6,11 +6,12 @@ has ended.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from deltagram.kernels.derive_table import derive_table
@@ -67,6 +68,21 @@ class SequenceTable:
     token: Tensor
     cache_index: Tensor
     page_table: Tensor
+
+
+def each_alone(table: SequenceTable, rows: Tensor) -> SequenceTable:
+    """The tokens `rows` (int64 [n]) as n sequences of one, for ops that read what the step has written to the pages."""
+    owner, position = table.sequence[rows].long(), table.position[rows]
+    ends = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
+    return replace(
+        table,
+        kind=table.kind[owner],
+        row=table.row[owner],
+        cu_tokens=ends,
+        length=position + 1,
+        sequence=ends[:-1],
+        position=position,
+    )
 
 
 def _shapes(bucket: Bucket, num_grants: int) -> dict[str, tuple[int, ...]]:
