@@ -17,7 +17,7 @@ os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"  # fewer queues than streams wo
 
 import torch
 
-from deltagram.kernels.lamport_gather import ROUND, TILE
+from deltagram.kernels.lamport_gather import ROUND, WORDS
 from deltagram.parallel.groups import Group, join
 from deltagram.parallel.lamport import FOOTPRINT, LamportAllGather, blocks_beside
 from deltagram.parallel.launch import launch
@@ -99,7 +99,7 @@ def play(ranks: int, rounds: int, capped: bool, group: Group | None) -> dict:
     main = [Spinner(f"main stream {rank}", MAIN_BLOCKS, FOOTPRINT) for rank in range(here)]
     guests = [resources.whole()]  # a product of the main stream may need a multiprocessor for itself
     blocks = blocks_beside(CUDA, main, here) if capped else 1 << 20
-    needed = -(-SIZES[-1] * PROJECTED // ranks // 2 // TILE)
+    needed = -(-SIZES[-1] * PROJECTED // 2 // WORDS)
     spinners = main + [Spinner("side", min(blocks, needed), FOOTPRINT)] * here
     sizes = [LamportAllGather.nbytes(ranks, SIZES[-1], width // ranks, torch.bfloat16) for width in (PROJECTED, HIDDEN)]
     if group is None:

@@ -32,7 +32,7 @@ from deltagram.kernels._pointers import at, wait_until
 from deltagram.kernels._triton import Build, Impl, choose, jit, tl
 
 SENTINEL = -(1 << 31)  # the bits of -0.0
-TILE, WARPS, REGISTERS = 512, 4, 48  # words a program moves at a time; what a block needs, for parallel/residency.py
+WORDS, WARPS, REGISTERS = 4096, 8, 80  # words a program reads at a time; what a block needs: parallel/residency.py
 PATIENCE = 1024  # looks between two at `stalled`, which is far away
 _OPTIONS = {"num_warps": WARPS, "maxnreg": REGISTERS}
 ROUND, EXTENT, FINISHED = range(3)  # places of `state`
@@ -113,15 +113,16 @@ def _kernel(  # type: ignore[no-untyped-def]
     first = tl.program_id(0)
     programs = tl.num_programs(0)
     lane = tl.arange(0, TILE)
+    peer = tl.arange(0, RANKS)
     turn = tl.load(state)
     extent = tl.cdiv(tl.load(state + 1).to(tl.int32), 4) * 4
     segment = (capacity // 4).to(tl.int64) * 4  # which tells the compiler that four words can move at once
     words = num_rows * WIDTH
     now = (turn % 3) * RANKS * segment
     last = ((turn + 2) % 3) * RANKS * segment
-    mine = tl.load(buffers + rank).to(tl.pointer_type(tl.int32))
-    tiles = tl.cdiv(words, TILE)
-    for tile in range(first, tiles, programs):
+    theirs = tl.load(buffers + peer).to(tl.pointer_type(tl.int32))[:, None] + now + rank * segment
+    mine = tl.load(buffers + rank).to(tl.pointer_type(tl.int32)) + (peer * segment)[:, None]
+    for tile in range(first, tl.cdiv(words, TILE), programs):
         at = tile * TILE + lane
         word = tl.load(part + at, mask=at < words, other=0)
         if PAIRS:
@@ -129,32 +130,29 @@ def _kernel(  # type: ignore[no-untyped-def]
             word = tl.where((word & -65536) == SENTINEL, word & 0xFFFF, word)
         else:
             word = tl.where(word == SENTINEL, 0, word)
-        for peer in tl.static_range(RANKS):
-            theirs = tl.load(buffers + peer).to(tl.pointer_type(tl.int32))
-            tl.store(tl.multiple_of(theirs + now + rank * segment + at, 16), word, mask=at < words)
-    for tile in range(first, tiles, programs):
+        there = tl.multiple_of(theirs + at[None, :], (1, 16))
+        tl.store(there, tl.broadcast_to(word[None, :], (RANKS, TILE)), mask=(at < words)[None, :])
+    for tile in range(first, tl.cdiv(words, TILE), programs):
         at = tile * TILE + lane
-        inside = at < words
-        place = at // WIDTH * (RANKS * WIDTH) + at % WIDTH
-        for peer in tl.static_range(RANKS):
-            there = tl.multiple_of(mine + now + peer * segment + at, 16)
+        inside = (at < words)[None, :]
+        there = tl.multiple_of(mine + now + at[None, :], (1, 16))
+        word = tl.load(there, mask=inside, other=0, volatile=True)
+        missing = tl.max(tl.max((word == SENTINEL).to(tl.int32), 1), 0)
+        looks = 0
+        while (missing > 0) & (looks < polls):
             word = tl.load(there, mask=inside, other=0, volatile=True)
-            missing = tl.max((word == SENTINEL).to(tl.int32))
-            looks = 0
-            while (missing > 0) & (looks < polls):
-                word = tl.load(there, mask=inside, other=0, volatile=True)
-                missing = tl.max((word == SENTINEL).to(tl.int32))
-                looks += 1
-                if looks % PATIENCE == 0:
-                    looks = tl.where(tl.load(stalled, volatile=True) == 0, looks, polls)
-            if missing > 0:
-                tl.store(stalled, 1)
-            tl.store(out + peer * WIDTH + place, word, mask=inside)
+            missing = tl.max(tl.max((word == SENTINEL).to(tl.int32), 1), 0)
+            looks += 1
+            if looks % PATIENCE == 0:
+                looks = tl.where(tl.load(stalled, volatile=True) == 0, looks, polls)
+        if missing > 0:
+            tl.store(stalled, 1)
+        place = at // WIDTH * (RANKS * WIDTH) + at % WIDTH
+        tl.store(out + (peer * WIDTH)[:, None] + place[None, :], word, mask=inside)
     for tile in range(first, tl.cdiv(extent, TILE), programs):
         at = tile * TILE + lane
-        for peer in tl.static_range(RANKS):
-            back = tl.full((TILE,), SENTINEL, tl.int32)
-            tl.store(tl.multiple_of(mine + last + peer * segment + at, 16), back, mask=at < extent)
+        back = tl.full((RANKS, TILE), SENTINEL, tl.int32)
+        tl.store(tl.multiple_of(mine + last + at[None, :], (1, 16)), back, mask=(at < extent)[None, :])
     tl.debug_barrier()  # every warp has read the state
     if tl.atomic_add(state + 2, 1) == programs - 1:
         tl.store(state + 2, 0)
@@ -173,21 +171,20 @@ def _launch(
     polls: int,
     programs: int,
 ) -> Tensor:
-    rows, width = part.shape[0], part.shape[1] * part.itemsize // 4
+    ranks, rows, width = len(buffers), part.shape[0], part.shape[1] * part.itemsize // 4
     views = part.view(torch.int32), buffers, state, stalled, out.view(torch.int32)
-    pairs = part.dtype == torch.bfloat16
-    constants = {"RANKS": len(buffers), "WIDTH": width, "PAIRS": pairs, "TILE": TILE, "PATIENCE": PATIENCE}
-    grid = (min(programs, -(-rows * width // TILE)),)
+    constants = _constants(ranks, width, part.dtype == torch.bfloat16)
+    grid = (min(programs, -(-rows * width // constants["TILE"])),)
     _kernel[grid](*views, rows, rank, capacity, polls, **constants, **_OPTIONS)
     return out
+
+
+def _constants(ranks: int, width: int, pairs: bool) -> dict[str, int]:
+    return {"RANKS": ranks, "WIDTH": width, "PAIRS": pairs, "TILE": WORDS // ranks, "PATIENCE": PATIENCE}
 
 
 def ahead_of_time() -> list[Build]:
     types = {"part": "*i32", "buffers": "*i64", "state": "*i64", "stalled": "*i64", "out": "*i32"}
     types |= dict.fromkeys(("num_rows", "rank", "capacity", "polls"), "i32")
-    sizes = {"TILE": TILE, "PATIENCE": PATIENCE}
     forms = ((2, 6400, True), (4, 3200, True), (8, 3200, False))
-    return [
-        Build(_kernel, types, {"RANKS": ranks, "WIDTH": width, "PAIRS": pairs} | sizes, _OPTIONS)
-        for ranks, width, pairs in forms
-    ]
+    return [Build(_kernel, types, _constants(*form), _OPTIONS) for form in forms]
