@@ -109,6 +109,8 @@ class LLM:
             self.notes += tuple(notes)
         self.engine = Engine(loaded, self.settings, self.tokenizer, replicas=self.replicas)
         self._inboxes: dict[int, deque[Delta]] = {}  # by request id: what steps brought and nobody took yet
+        if group is not None and group.device.type == "cuda":
+            self._warm_up(group)
 
     @property
     def stats(self) -> Stats:
@@ -155,6 +157,13 @@ class LLM:
             for _ in deltas:
                 pass
         return torch.cat(request.prompt_logits)
+
+    def _warm_up(self, group: Group) -> None:
+        """Compile the kernels of prefill and decode now: later, a rank that compiles would look like one that hangs."""
+        with group.watchdog.patient():
+            prompt = [0] * min(70, self.settings.max_context // 2)
+            self.generate([prompt], SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
+        self.engine.stats = Stats(num_pages=self.engine.stats.num_pages)
 
     def assist(self) -> bool:
         """Run steps with the other ranks until none of them has requests left. False once a rank was closed."""

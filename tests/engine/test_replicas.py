@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from deltagram import LLM, SamplingParams
 from deltagram.parallel.groups import Group
@@ -114,3 +115,18 @@ def settings_of_its_own(group: Group, folder: Path) -> str:
 def test_ranks_of_other_settings_are_refused_on_every_rank(ranks, folder):
     said = ranks.run(settings_of_its_own, folder)
     assert said == ["rank 1 has another model or other settings than rank 0"] * len(ranks.pipes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("size", "device"), [(2, "cuda:0"), (2, "cuda")], ids=["one card", "a card each"])
+@pytest.mark.parametrize("settings", [CASES[0], CASES[2]], ids=lambda case: " ".join(case.values()))
+@pytest.mark.parametrize("run_ahead", [True, False], ids=["ahead", "inline"])
+def test_replicas_on_cards_generate_the_tokens_of_one_process(folder, size, device, settings, run_ahead):
+    if device == "cuda" and torch.cuda.device_count() < size:
+        pytest.skip("needs a card a rank")
+    llm = LLM(folder, device="cuda", dtype="float32", eager=True)
+    answers = {p: c.outputs[0].token_ids for p, c in zip(PROMPTS, llm.generate(PROMPTS, params(True)), strict=True)}
+    with Ranks(size, device) as ranks:
+        for rank, (tokens, _, _) in enumerate(ranks.run(generated, folder, settings | {"run_ahead": run_ahead})):
+            prompts = of_rank(rank, size)
+            assert tokens[: len(prompts)] == [answers[prompt] for prompt in prompts]

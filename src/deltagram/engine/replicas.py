@@ -34,7 +34,7 @@ class Replicas:
     def step(self, plan: StepPlan) -> Iterator[None]:
         """Around the launch of this rank's step. An error in it is made known, as the others wait for this rank."""
         self._agree(plan.bucket.tokens)
-        with self.group.watchdog.step(self._step, self._history):
+        with self.group.watchdog.step(self._step, plan.digest()):
             try:
                 yield
             except Exception as error:
@@ -45,7 +45,7 @@ class Replicas:
         """In place of `step` on a rank that has nothing to run: what the others' steps need of it."""
         self._agree(0)
         if self.anyone:
-            with self.group.watchdog.step(self._step, self._history):
+            with self.group.watchdog.step(self._step, ""):
                 if self.run_ahead is not None:
                     self.run_ahead.assist()
 

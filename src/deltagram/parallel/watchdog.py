@@ -109,6 +109,15 @@ class Watchdog:
             fields["began"][rank] = 0.0
 
     @contextmanager
+    def patient(self) -> Iterator[None]:
+        """Steps within it may take long: kernels are compiled."""
+        deadline, self.deadline = self.deadline, 60 * self.deadline
+        try:
+            yield
+        finally:
+            self.deadline = deadline
+
+    @contextmanager
     def collective(self, communicator: int, name: str) -> Iterator[tuple[int, int, int]]:
         """Around one of a communicator's collectives. Raises HangError if another rank is in another one at its turn.
 
@@ -198,8 +207,9 @@ class Watchdog:
                 return
 
     def _in_trouble(self) -> bool:
-        began = float(self.fields["began"][self.rank])
-        if began and time.monotonic() - began > self.deadline:
+        began = [float(self.fields["began"][self.rank])]
+        began += [float(self.fields["entered"][at]) for _, at in self._pending[:1]]  # on the device, after the step
+        if any(each and time.monotonic() - each > self.deadline for each in began):
             return True
         if self.fields["failure"].any() or self.fields["report"].any():
             return True
