@@ -195,7 +195,7 @@ def main() -> None:
                 graph = capture(run)
                 us = replay_us(graph)
                 row = {"shape": shape, "decode": batch, "us": us, "weight_bytes": step.weight_bytes}
-                row |= {"weights_us": floor, "of_weights": us / floor, "attention": not options.no_attention}
+                row |= {"weights_us": floor, "of_weights": us / floor, "with_attention": not options.no_attention}
                 results.append(row | by_layer(step, run, graph, batch))
                 print(shape, "decode", batch, round(us, 1), "us", round(us / floor, 3), "of its weights")
             for tokens in options.prefill:

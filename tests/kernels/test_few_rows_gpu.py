@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 SHAPES = ((2560, 4096), (1024, 2048), (2560, 9216), (8224, 1024), (333, 200), (40, 96))  # outputs, inputs
-ROWS = (1, 2, 15, 16, 17, 33, FEW_ROWS, FEW_ROWS + 1, 200)
+ROWS = (1, 2, 15, FEW_ROWS, FEW_ROWS + 1, 33, 200)
 
 
 def random(*shape: int, std: float = 1.0) -> Tensor:
@@ -86,7 +86,7 @@ def test_company_does_not_change_bits(outputs: int, inputs: int) -> None:
     x, residual = random(FEW_ROWS, inputs), random(FEW_ROWS, outputs)
     for name, op in ops(outputs, inputs).items():
         every = op(x, residual)
-        for rows in (1, 2, 7, 16, 17, 31, 32, 33, 48):
+        for rows in (1, 2, 7, 8, 15):
             assert torch.equal(op(x[:rows], residual[:rows]), every[:rows]), (name, rows)
             assert torch.equal(op(x[-rows:], residual[-rows:]), every[-rows:]), (name, rows)
         mixed = x.clone()

@@ -145,8 +145,12 @@ class Tile(NamedTuple):
 def tile_of(outputs: int, inputs: int, gated: bool) -> Tile:
     """By the weight's shape alone, since it decides the order of sums."""
     if gated:
-        return Tile(32, 128, 1, 5, 4, 512)
-    return Tile(64, 128, 1, 6, 4, 256)
+        return Tile(64, 128, 1, 3, 4, 256)
+    if outputs >= 100_000:
+        return Tile(64, 128, 1, 4, 4, 256)
+    if outputs < 4096 and inputs >= 2048:  # few tiles: each is shared by several programs
+        return Tile(64, 128, 2 if outputs > 2048 else 4, 5, 4, 256)
+    return Tile(64, 256, 1, 4, 4, 256) if inputs <= 1024 else Tile(128, 128, 1, 4, 4, 128)
 
 
 def few_rows(x: Tensor) -> bool:
@@ -195,7 +199,7 @@ def product(
 def _constants(tile: Tile, inputs: int, padded: int, gated: bool) -> dict[str, object]:
     sizes = {"BM": padded, "BN": tile.outputs, "BK": tile.inputs}
     how = {"SPLIT": tile.split, "STAGES": tile.stages, "AHEAD": tile.ahead}
-    return {"GATED": gated, "EVEN": inputs % (tile.inputs * tile.split) == 0, **sizes, **how}
+    return {"GATED": gated, "EVEN": inputs % tile.inputs == 0, **sizes, **how}
 
 
 def product_builds(gated: bool) -> list[Build]:
