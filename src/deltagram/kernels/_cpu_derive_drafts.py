@@ -28,7 +28,7 @@ def _kernel(
                 rank += 1
         last = get_int(cu_tokens, n) + get_int(lengths, get_int(row, n)) - 2 - get_int(start, n)
         put_long(order, rank, n)
-        put_long(first, rank, min(max(last, 0), num_rows - 1))
+        put_long(first, rank, last if get_int(wanted, n) > 0 else 0)
         for i in range(passes):
             line, real, owner = i * sequences + rank, get_int(wanted, n) >= i + 2, get_int(row, n)
             at = get_int(lengths, owner) - 1 + i if real else 0

@@ -2,8 +2,8 @@
 
     follower [T]  the token after each of the step's, as the history has it; 0 for padding
     order    [N]  int64, the step's sequences by the drafts they want: most first, of equals the lower number
-    first    [N]  int64, in that order: the step's token at position L - 2, L being the request's known tokens. Means
-                  nothing (but is one of the step's) for a sequence that wants no draft
+    first    [N]  int64, in that order: the step's token at position L - 2, L being the request's known tokens; 0 for a
+                  sequence that wants no draft
     and, for pass i of K = max_draft - 1, which yields draft i + 2 of the sequences that want as many (those first in
     that order; the others are its padding), a sequence table's
     counts   [K, 4], kind [K, N] (decode or padding), row [K, N], cu_tokens [K, N + 1], sequence [K, N],
@@ -65,7 +65,7 @@ def _reference(
 
     order = wanted.argsort(descending=True, stable=True)
     owner = row[order].long()
-    first = (cu_tokens[order] + lengths[owner] - 2 - start[order]).clamp(0, len(sequence) - 1).long()
+    first = torch.where(wanted[order] > 0, cu_tokens[order] + lengths[owner] - 2 - start[order], 0).long()
 
     ticks = torch.arange(len(row) + 1, dtype=torch.int32, device=row.device)
     passes = torch.arange(max_draft - 1, dtype=torch.int32, device=row.device)[:, None]
@@ -155,7 +155,7 @@ def _kernel(  # type: ignore[no-untyped-def]
         begun = tl.load(start + n, mask=inside, other=0)
         last = tl.load(cu_tokens + n, mask=inside, other=0) + known - 2 - begun
         tl.store(order + rank, n.to(tl.int64), mask=inside)
-        tl.store(first + rank, tl.minimum(tl.maximum(last, 0), num_rows - 1).to(tl.int64), mask=inside)
+        tl.store(first + rank, tl.where(mine > 0, last, 0).to(tl.int64), mask=inside)
         leads = inside & (rank == 0)
         for i in range(0, num_passes):
             count = 0

@@ -24,7 +24,7 @@ class Drafting:
     follower: int32 [T], the token after each of the step's; 0 for padding. After a rejected draft it is what the
     history holds there: the pair's place is written again by the step that computes that position, before anything
     reads it.
-    first: int64 [N], the step's token that each sequence's first draft comes from, in `order`.
+    first: int64 [N], the step's token that each sequence's first draft comes from, in `order`; 0 if it wants none.
     tables: of each pass from the second on. Attention needs no more than what they say; tokens, chunks, samples and
     slots are still the step's.
     """
