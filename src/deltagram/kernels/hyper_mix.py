@@ -7,7 +7,7 @@
 
 Shapes: streams X [T, S, H], weight fp32 [S, H], down [rank + S or rank outputs, S * H], up [S * H outputs, rank],
 Packed or tensors; last_inject [T, S] and last_out [T, H] (rows may be strided), both or neither. Returns the input
-[T, H] and inject [T, S], or [T, 0] where `down` has rank outputs. On CUDA up to 64 rows are two launches, whose bits
+[T, H] and inject [T, S], or [T, 0] where `down` has rank outputs. On CUDA up to 64 rows are three launches, whose bits
 do not depend on other rows; more are library products between kernels. Source: Qwen4-Exp; Hyper-Connections,
 https://arxiv.org/abs/2409.19606.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 from deltagram.kernels._packed import Matrix, Packed, dense
 from deltagram.kernels._triton import Build, Impl, choose, dependent_launch, jit, on_cpu, power_of_two, tl
 
-_FEW = 64  # rows, at most, that the fused kernels take: they read all weights once for 16 rows
+_FEW = 64  # rows, at most, that the fused kernels take: they read all weights once for 16 or 32 rows
 
 
 def hyper_mix(
@@ -65,26 +65,9 @@ _compiled = on_cpu("hyper_mix")
 
 
 @jit
-def _added(  # type: ignore[no-untyped-def]
-    streams,
-    last_inject,
-    last_out,
-    out_stride,
-    t,
-    s,
-    h,
-    inside,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    HAS_LAST: tl.constexpr,
-):
-    """X of tokens t, streams s and columns h, with the last block's output, as it is stored."""
-    x = tl.load(streams + (t * S + s) * H + h, mask=inside, other=0)
-    if HAS_LAST:
-        y = tl.load(last_out + t * out_stride + h, mask=inside, other=0).to(tl.float32)
-        a = tl.load(last_inject + t * S + s, mask=inside, other=0).to(tl.float32)
-        x = (x.to(tl.float32) + a * y).to(streams.dtype.element_ty)
-    return x
+def _added(x, inject, out):  # type: ignore[no-untyped-def]
+    """X with the last block's output, as it is stored."""
+    return (x.to(tl.float32) + inject.to(tl.float32) * out.to(tl.float32)).to(x.dtype)
 
 
 @jit(do_not_specialize=["num_rows"])
@@ -94,8 +77,8 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     down,
     last_inject,
     last_out,
-    partial,  # fp32 [S * PARTS, T, OUTPUTS]: of a part of a stream's columns, without the norm's factor
-    squares,  # fp32 [S * PARTS, T]: the sum of its squares
+    partial,  # fp32 [T, S * PARTS, OUTPUTS]: of a part of a stream's columns, without the norm's factor
+    squares,  # fp32 [T, S * PARTS]: the sum of its squares
     num_rows,
     out_stride,
     S: tl.constexpr,
@@ -113,56 +96,74 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     s = part // PARTS
     t = tl.program_id(2).to(tl.int64) * BM + tl.arange(0, BM)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
+    real = t < num_rows
     width: tl.constexpr = (H + PARTS * BK - 1) // (PARTS * BK) * BK
     begin = part % PARTS * width
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    if HAS_LAST:
+        inject = tl.load(last_inject + t * S + s, mask=real, other=0)
     acc = tl.zeros([BM, BN], tl.float32)
     square = tl.zeros([BM], tl.float32)
     for k in range(0, width, BK):
         h = begin + k + tl.arange(0, BK)
-        inside = (t < num_rows)[:, None] & (h < H)[None, :]
-        x = _added(streams, last_inject, last_out, out_stride, t[:, None], s, h[None, :], inside, S, H, HAS_LAST)
+        inside = real[:, None] & (h < H)[None, :]
+        x = tl.load(streams + (t * S + s)[:, None] * H + h[None, :], mask=inside, other=0)
+        if HAS_LAST:
+            y = tl.load(last_out + t[:, None] * out_stride + h[None, :], mask=inside, other=0)
+            x = _added(x, inject[:, None], y)
         x = x.to(tl.float32)
         square += tl.sum(x * x, 1)
         x = x * tl.load(weight + s * H + h, mask=h < H, other=0)[None, :]
         wanted = (h < H)[:, None] & (n < OUTPUTS)[None, :]
         w = tl.load(down + n[None, :] * (S * H) + s * H + h[:, None], mask=wanted, other=0)
         acc = tl.dot(x.to(w.dtype), w, acc, input_precision="ieee")
-    at = part.to(tl.int64) * num_rows + t
-    tl.store(partial + at[:, None] * OUTPUTS + n[None, :], acc, mask=(t < num_rows)[:, None] & (n < OUTPUTS)[None, :])
+    at = t * (S * PARTS) + part
+    tl.store(partial + at[:, None] * OUTPUTS + n[None, :], acc, mask=real[:, None] & (n < OUTPUTS)[None, :])
     if tl.program_id(0) == 0:
-        tl.store(squares + at, square, mask=t < num_rows)
+        tl.store(squares + at, square, mask=real)
 
 
 @jit
-def _low(  # type: ignore[no-untyped-def]
+def _low_kernel(  # type: ignore[no-untyped-def]
     partial,
     squares,
-    t,
-    n,
-    inside,
-    num_rows,
+    low,  # [T, RANK]
+    rate,  # fp32 [T, S]: 1 / sqrt(mean(X^2) + eps)
+    inject,
     eps,
     S: tl.constexpr,
     H: tl.constexpr,
+    RANK: tl.constexpr,
     OUTPUTS: tl.constexpr,
     PARTS: tl.constexpr,
-    BM: tl.constexpr,
+    S_PADDED: tl.constexpr,
     BN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """down(N) / S of tokens t and outputs n."""
-    total = tl.zeros([BM, BN], tl.float32)
-    for s in tl.static_range(S):
-        square = tl.zeros([BM], tl.float32)
-        product = tl.zeros([BM, BN], tl.float32)
-        for i in tl.static_range(PARTS):
-            at = (s * PARTS + i) * num_rows + t
-            square += tl.load(squares + at, mask=t < num_rows, other=0)
-            product += tl.load(partial + at[:, None] * OUTPUTS + n[None, :], mask=inside, other=0)
-        total += product * tl.rsqrt(square / H + eps)[:, None]
-    return total / S
+    """BN outputs of one token, their parts added in order of a tree."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    t = tl.program_id(1).to(tl.int64)
+    s, part = tl.arange(0, S_PADDED), tl.arange(0, PARTS)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    row = t * (S * PARTS) + s[:, None] * PARTS + part[None, :]
+    known = (s < S)[:, None] & (part < PARTS)[None, :]
+    product = tl.load(
+        partial + row[:, :, None] * OUTPUTS + n[None, None, :],
+        mask=known[:, :, None] & (n < OUTPUTS)[None, None, :],
+        other=0,
+    )
+    factor = tl.rsqrt(tl.sum(tl.load(squares + row, mask=known, other=0), 1) / H + eps)
+    y = tl.sum(tl.sum(product, 1) * factor[:, None], 0) / S
+    sigmoid = 1 / (1 + tl.exp(-y))
+    tl.store(low + t * RANK + n, (y * sigmoid).to(low.dtype.element_ty), mask=n < RANK)
+    injected = (n >= RANK) & (n < OUTPUTS)
+    tl.store(inject + t * (OUTPUTS - RANK) + n - RANK, (2 * sigmoid).to(inject.dtype.element_ty), mask=injected)
+    if tl.program_id(0) == 0:
+        tl.store(rate + t * S + s, factor, mask=s < S)
 
 
 @jit(do_not_specialize=["num_rows"])
@@ -172,66 +173,53 @@ def _up_kernel(  # type: ignore[no-untyped-def]
     up,
     last_inject,
     last_out,
-    partial,
-    squares,
+    low,
+    rate,
     mixed,
-    inject,
     num_rows,
     out_stride,
-    eps,
     S: tl.constexpr,
     H: tl.constexpr,
     RANK: tl.constexpr,
-    OUTPUTS: tl.constexpr,
     HAS_LAST: tl.constexpr,
-    PARTS: tl.constexpr,
     BM: tl.constexpr,
     BH: tl.constexpr,
     BR: tl.constexpr,
     S_PADDED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Columns of all streams of 16 tokens: nobody else reads or writes them, so X changes in place here."""
+    """Columns of all streams of BM tokens: nobody else reads or writes them, so X changes in place here."""
     t = tl.program_id(1).to(tl.int64) * BM + tl.arange(0, BM)
     real = t < num_rows
     c = tl.arange(0, S_PADDED * BH)
-    s = c // BH
-    h = tl.program_id(0) * BH + c % BH
-    known = (s < S) & (h < H)
+    column = c // BH * H + tl.program_id(0) * BH + c % BH
+    wanted = (c // BH < S) & (tl.program_id(0) * BH + c % BH < H)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     gates = tl.zeros([BM, S_PADDED * BH], tl.float32)
-    for first in tl.static_range(0, RANK, BR):
+    for first in range(0, RANK, BR):
         r = first + tl.arange(0, BR)
-        w = tl.load(up + (s * H + h)[None, :] * RANK + r[:, None], mask=known[None, :] & (r < RANK)[:, None], other=0)
-        if PDL:
-            if first == 0:
-                tl.extra.cuda.gdc_launch_dependents()
-                tl.extra.cuda.gdc_wait()
-        inside = real[:, None] & (r < RANK)[None, :]
-        low = _low(partial, squares, t, r, inside, num_rows, eps, S, H, OUTPUTS, PARTS, BM, BR)
-        low = low / (1 + tl.exp(-low))
-        gates = tl.dot(low.to(w.dtype), w, gates, input_precision="ieee")
-    inside = real[:, None] & known[None, :]
-    x = _added(streams, last_inject, last_out, out_stride, t[:, None], s[None, :], h[None, :], inside, S, H, HAS_LAST)
+        w = tl.load(up + column[None, :] * RANK + r[:, None], mask=wanted[None, :] & (r < RANK)[:, None], other=0)
+        a = tl.load(low + t[:, None] * RANK + r[None, :], mask=real[:, None] & (r < RANK)[None, :], other=0)
+        gates = tl.dot(a, w, gates, input_precision="ieee")
+    s, h = tl.arange(0, S_PADDED), tl.program_id(0) * BH + tl.arange(0, BH)
+    shown = real[:, None] & (s < S)[None, :]
+    inside = shown[:, :, None] & (h < H)[None, None, :]
+    row = t[:, None] * S + s[None, :]
+    at = row[:, :, None] * H + h[None, None, :]
+    x = tl.load(streams + at, mask=inside, other=0)
     if HAS_LAST:
-        tl.store(streams + (t[:, None] * S + s[None, :]) * H + h[None, :], x, mask=inside)
-    rate = tl.zeros([BM, S_PADDED * BH], tl.float32)
-    for i in tl.static_range(S):
-        square = tl.zeros([BM], tl.float32)
-        for j in tl.static_range(PARTS):
-            square += tl.load(squares + (i * PARTS + j) * num_rows + t, mask=real, other=0)
-        rate = tl.where((s == i)[None, :], tl.rsqrt(square / H + eps)[:, None], rate)
-    scale = tl.load(weight + s * H + h, mask=known, other=0)
-    y = x.to(tl.float32) * rate * scale[None, :] / (1 + tl.exp(-gates))
-    y = tl.sum(tl.reshape(y, [BM, S_PADDED, BH]), 1) / S
-    h = tl.program_id(0) * BH + tl.arange(0, BH)
-    tl.store(mixed + t[:, None] * H + h[None, :], y.to(mixed.dtype.element_ty), mask=real[:, None] & (h < H)[None, :])
-    if OUTPUTS > RANK:
-        if tl.program_id(0) == 0:
-            n = tl.arange(0, S_PADDED)
-            wanted = real[:, None] & (n < S)[None, :]
-            a = _low(partial, squares, t, RANK + n, wanted, num_rows, eps, S, H, OUTPUTS, PARTS, BM, S_PADDED)
-            a = 2 / (1 + tl.exp(-a))
-            tl.store(inject + t[:, None] * S + n[None, :], a.to(inject.dtype.element_ty), mask=wanted)
+        y = tl.load(last_out + t[:, None] * out_stride + h[None, :], mask=real[:, None] & (h < H)[None, :], other=0)
+        x = _added(x, tl.load(last_inject + row, mask=shown, other=0)[:, :, None], y[:, None, :])
+        tl.store(streams + at, x, mask=inside)
+    scale = tl.load(weight + s[:, None] * H + h[None, :], mask=(s < S)[:, None] & (h < H)[None, :], other=0)
+    normed = x.to(tl.float32) * tl.load(rate + row, mask=shown, other=0)[:, :, None] * scale[None, :, :]
+    gates = tl.reshape(gates, [BM, S_PADDED, BH])
+    total = tl.sum(normed / (1 + tl.exp(-gates)), 1) / S
+    tl.store(
+        mixed + t[:, None] * H + h[None, :], total.to(mixed.dtype.element_ty), mask=real[:, None] & (h < H)[None, :]
+    )
 
 
 @jit
@@ -240,10 +228,13 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     S: tl.constexpr, H: tl.constexpr, HAS_LAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """X, and N of one token's stream."""
-    h = tl.arange(0, BLOCK)
-    t = tl.zeros_like(h) + tl.program_id(0).to(tl.int64) // S
+    t = tl.program_id(0).to(tl.int64) // S
     s = tl.program_id(0) % S
-    x = _added(streams, last_inject, last_out, out_stride, t, s, h, h < H, S, H, HAS_LAST)
+    h = tl.arange(0, BLOCK)
+    x = tl.load(streams + (t * S + s) * H + h, mask=h < H, other=0)
+    if HAS_LAST:
+        y = tl.load(last_out + t * out_stride + h, mask=h < H, other=0)
+        x = _added(x, tl.load(last_inject + t * S + s), y)
     at = (t * S + s) * H + h
     if HAS_LAST:
         tl.store(streams + at, x, mask=h < H)
@@ -298,17 +289,24 @@ def _launch(
     if num_rows == 0:
         pass
     elif num_rows <= _FEW:
-        down_tile, up_tile = _tiles(streams.dtype, count, rank)
+        down_tile, up_tile, options = _tiles(streams.dtype, num_rows, count)
         parts, rows = down_tile["PARTS"], -(-num_rows // down_tile["BM"])
-        partial = torch.empty(count * parts, num_rows, outputs, dtype=torch.float32, device=streams.device)
-        squares = torch.empty(count * parts, num_rows, dtype=torch.float32, device=streams.device)
+        partial = torch.empty(num_rows, count * parts, outputs, dtype=torch.float32, device=streams.device)
+        squares = torch.empty(num_rows, count * parts, dtype=torch.float32, device=streams.device)
+        rate = torch.empty(num_rows, count, dtype=torch.float32, device=streams.device)
+        low = streams.new_empty(num_rows, rank)
         _down_kernel[(-(-outputs // down_tile["BN"]), count * parts, rows)](
             streams, weight, down, inject_in, out_in, partial, squares, num_rows, out_in.stride(0),
-            **sizes, OUTPUTS=outputs, HAS_LAST=has_last, **down_tile, num_warps=4, num_stages=3, **launch,
+            **sizes, OUTPUTS=outputs, HAS_LAST=has_last, **down_tile, **options, **launch,
+        )  # fmt: skip
+        _low_kernel[(-(-outputs // 64), num_rows)](
+            partial, squares, low, rate, inject, eps,
+            **sizes, RANK=rank, OUTPUTS=outputs, PARTS=parts, S_PADDED=up_tile["S_PADDED"], BN=64, num_warps=2,
+            **launch,
         )  # fmt: skip
         _up_kernel[(-(-hidden // up_tile["BH"]), rows)](
-            streams, weight, up, inject_in, out_in, partial, squares, mixed, inject, num_rows, out_in.stride(0), eps,
-            **sizes, RANK=rank, OUTPUTS=outputs, HAS_LAST=has_last, **up_tile, num_warps=8, **launch,
+            streams, weight, up, inject_in, out_in, low, rate, mixed, num_rows, out_in.stride(0),
+            **sizes, RANK=rank, HAS_LAST=has_last, **up_tile, **options, **launch,
         )  # fmt: skip
     else:
         normed = torch.empty_like(streams)
@@ -325,30 +323,35 @@ def _launch(
     return mixed, inject
 
 
-def _tiles(dtype: torch.dtype, count: int, rank: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Of the two kernels of few rows: by the model's shapes alone, since they decide the order of sums."""
-    full = dtype == torch.float32
-    padded = power_of_two(count)
-    down = {"PARTS": 4, "BM": 16, "BN": 16, "BK": 64 if full else 128}
-    least = max(1, 16 // padded)  # a product has at least 16 columns
-    up = {"PARTS": 4, "BM": 16, "BH": max(least, 16), "BR": min(power_of_two(rank, 16), 128 if full else 512)}
-    return down, up | {"S_PADDED": padded}
+def _tiles(dtype: torch.dtype, num_rows: int, count: int) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """Of the two products of few rows, and their options. Sums are in the same order for any `num_rows`."""
+    full, rows, padded = dtype == torch.float32, 16 if num_rows <= 16 else 32, power_of_two(count)
+    down = {"PARTS": 4, "BM": rows, "BN": 32, "BK": 64 if full else 128}
+    columns = max(16 // padded, 8 if full else 16)  # a product has at least 16
+    up = {"BM": rows, "BH": columns, "BR": 64, "S_PADDED": padded}
+    return down, up, {"num_warps": 4, "num_stages": 2 if full else 4}
 
 
 def ahead_of_time() -> list[Build]:
     builds = []
     sizes: dict[str, object] = {"S": 4, "H": 2560}
     ints = {"num_rows": "i32", "out_stride": "i32", "eps": "fp32"}
-    scratch = {"weight": "*fp32", "partial": "*fp32", "squares": "*fp32"}
-    names = ("streams", "down", "up", "last_inject", "last_out", "mixed", "inject", "normed", "gates", "product")
-    for dtype, has_last, outputs in (("*bf16", True, 324), ("*fp32", True, 324), ("*bf16", False, 320)):
+    scratch = dict.fromkeys(("weight", "partial", "squares", "rate"), "*fp32")
+    names = ("streams", "down", "up", "last_inject", "last_out", "low", "mixed", "inject", "normed", "gates", "product")
+    for dtype, has_last, outputs, rows in (
+        ("*bf16", True, 324, 1),
+        ("*bf16", True, 324, 48),
+        ("*fp32", True, 324, 48),
+        ("*bf16", False, 320, 1),
+    ):
         types = dict.fromkeys(names, dtype) | scratch | ints
-        down, up = _tiles(torch.float32 if dtype == "*fp32" else torch.bfloat16, 4, 320)
+        down, up, options = _tiles(torch.float32 if dtype == "*fp32" else torch.bfloat16, rows, 4)
         last, width = {"HAS_LAST": has_last}, {"RANK": 320, "OUTPUTS": outputs}
-        options = {"num_warps": 4, "num_stages": 3}
+        parts = {"PARTS": down["PARTS"], "S_PADDED": 4, "BN": 64}
         builds += [
             Build(_down_kernel, types, sizes | last | {"OUTPUTS": outputs} | down, options),
-            Build(_up_kernel, types, sizes | last | width | up, {"num_warps": 8}),
+            Build(_low_kernel, types, sizes | width | parts, {"num_warps": 2}),
+            Build(_up_kernel, types, sizes | last | {"RANK": 320} | up, options),
             Build(_norm_kernel, types, sizes | last | {"BLOCK": 4096}, {"num_warps": 8}),
             Build(_mean_kernel, types, sizes | width | {"S_PADDED": 4, "BLOCK": 1024}),
         ]

@@ -105,7 +105,7 @@ _SLICE = 256  # inputs of the router that are summed at once; the slices are add
 def _scores_kernel(  # type: ignore[no-untyped-def]
     x,
     router,
-    partial,  # fp32 [slices, T, E + 1]
+    partial,  # fp32 [slices / SUMMED, T, E + 1]
     counts,  # int32 [E], zero from here on
     num_rows,
     x_stride,
@@ -113,20 +113,23 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
     H: tl.constexpr,
     E_PADDED: tl.constexpr,
     SLICE: tl.constexpr,
+    SUMMED: tl.constexpr,  # slices that a program adds in order
     BM: tl.constexpr,
     BN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    t = tl.program_id(2).to(tl.int64) * BM + tl.arange(0, BM)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    h = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
-    real, known = (t < num_rows)[:, None], (n <= E)[None, :]
-    w = tl.load(router + n[None, :] * H + h[:, None], mask=known & (h < H)[:, None], other=0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    a = tl.load(x + t[:, None] * x_stride + h[None, :], mask=real & (h < H)[None, :], other=0)
-    score = tl.dot(a, w, input_precision="ieee")
+    t = tl.program_id(2).to(tl.int64) * BM + tl.arange(0, BM)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    real, known = (t < num_rows)[:, None], (n <= E)[None, :]
+    score = tl.zeros([BM, BN], tl.float32)
+    for i in range(SUMMED):
+        h = (tl.program_id(1) * SUMMED + i) * SLICE + tl.arange(0, SLICE)
+        a = tl.load(x + t[:, None] * x_stride + h[None, :], mask=real & (h < H)[None, :], other=0)
+        w = tl.load(router + n[None, :] * H + h[:, None], mask=known & (h < H)[:, None], other=0)
+        score += tl.dot(a, w, input_precision="ieee")
     at = (tl.program_id(1).to(tl.int64) * num_rows + t) * (E + 1)
     tl.store(partial + at[:, None] + n[None, :], score, mask=real & known)
     if tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0:
@@ -143,7 +146,7 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     num_rows,
     E: tl.constexpr,
     E_PADDED: tl.constexpr,
-    SLICES: tl.constexpr,
+    PARTS: tl.constexpr,
     TOP_K: tl.constexpr,
     RENORMALISE: tl.constexpr,
     PDL: tl.constexpr,
@@ -156,22 +159,20 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     inside = e < E
     score = tl.zeros([E_PADDED], tl.float32)
     shared = 0.0
-    for i in tl.static_range(SLICES):
+    for i in tl.static_range(PARTS):
         at = partial + (i * num_rows.to(tl.int64) + t) * (E + 1)
         score += tl.load(at + e, mask=inside, other=0)
         shared += tl.load(at + E)
     likely = tl.where(inside, tl.exp(score - tl.max(tl.where(inside, score, float("-inf")))), 0)
     likely = likely / tl.sum(likely)
-    # A key orders by score and then by the lower number; no two are equal, NaN included.
+    # As integers the scores have the same order, and NaN has a place in it.
     bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    nothing: tl.constexpr = -0x8000000000000000
-    key = tl.where(inside, (bits.to(tl.int64) << 32) | (E_PADDED - e), nothing)
-    chosen = e < 0
+    key = tl.where(inside, bits ^ ((bits >> 31) & 0x7FFFFFFF), -0x80000000)
+    left, chosen = inside, e < 0
     for _ in tl.static_range(TOP_K):
-        best = key == tl.max(key)
-        chosen = chosen | best
-        key = tl.where(best, nothing, key)
+        best = tl.min(tl.where(left & (key == tl.max(tl.where(left, key, -0x80000000))), e, E_PADDED))
+        chosen = chosen | (e == best)
+        left = left & (e != best)
     weight = likely
     if RENORMALISE:
         weight = likely / tl.sum(tl.where(chosen, likely, 0))
@@ -369,7 +370,7 @@ class _Tile(NamedTuple):
 
 # By dtype and whether experts have many rows: of gate and up, and of down.
 _TILES = {
-    (torch.bfloat16, False): (_Tile(16, 32, 128, 4, 4), _Tile(16, 64, 128, 4, 4)),
+    (torch.bfloat16, False): (_Tile(16, 32, 256, 4, 3), _Tile(16, 64, 256, 4, 2)),
     (torch.bfloat16, True): (_Tile(64, 64, 64, 4, 3), _Tile(64, 128, 64, 4, 3)),
     (torch.float32, False): (_Tile(16, 16, 32, 4, 2), _Tile(16, 32, 32, 4, 2)),
     (torch.float32, True): (_Tile(32, 32, 32, 4, 2), _Tile(32, 64, 32, 4, 2)),
@@ -413,16 +414,16 @@ def _launch(
     pdl = dependent_launch(x)
     launch = {"PDL": pdl, "launch_pdl": pdl}
     experts: dict[str, int] = {"E": num_experts, "E_PADDED": padded}
-    score_rows, score_outputs = (16, 16) if num_rows <= 64 else (32, 32)  # the same sums either way
-    _scores_kernel[(-(-(num_experts + 1) // score_outputs), slices, -(-num_rows // score_rows))](
+    up_tile, down_tile = _tiles(x.dtype, num_pairs, num_experts)
+    score_rows, score_outputs, summed = (16, 16, 1) if up_tile.rows == 16 else (32, 32, slices)
+    _scores_kernel[(-(-(num_experts + 1) // score_outputs), slices // summed, -(-num_rows // score_rows))](
         x, router, partial, counts, num_rows, x.stride(0),
-        **experts, H=hidden, SLICE=_SLICE, BM=score_rows, BN=score_outputs, num_warps=4, **launch,
+        **experts, H=hidden, SLICE=_SLICE, SUMMED=summed, BM=score_rows, BN=score_outputs, num_warps=4, **launch,
     )  # fmt: skip
     _choose_kernel[(num_rows,)](
         partial, counts, pairs, scale, num_rows,
-        **experts, SLICES=slices, TOP_K=top_k, RENORMALISE=renormalise, num_warps=1, **launch,
+        **experts, PARTS=slices // summed, TOP_K=top_k, RENORMALISE=renormalise, num_warps=1, **launch,
     )  # fmt: skip
-    up_tile, down_tile = _tiles(x.dtype, num_pairs, num_experts)
     tiles = -(-num_rows // up_tile.rows) + min(num_pairs, num_pairs // up_tile.rows + num_experts)
     sizes = experts | {"TOP_K": top_k, "H": hidden, "I": inner, "IS": shared_inner}
     _up_kernel[(tiles * -(-max(inner, shared_inner) // up_tile.outputs),)](
@@ -450,16 +451,17 @@ def ahead_of_time() -> list[Build]:
         experts: dict[str, object] = {"E": 256, "E_PADDED": 256}
         sizes = experts | {"TOP_K": 8, "H": 2048, "I": 512, "IS": 512, "EVEN": True}
         side = 32 if many else 16
+        scored = {"H": 2048, "SLICE": _SLICE, "SUMMED": 8 if many else 1}
         up, down = _TILES[dtype, many]
         builds += [
-            Build(_scores_kernel, types, experts | {"H": 2048, "SLICE": _SLICE, "BM": side, "BN": side}),
+            Build(_scores_kernel, types, experts | scored | {"BM": side, "BN": side}),
             Build(_up_kernel, types, sizes | up.sizes, up.options),
             Build(_down_kernel, types, sizes | down.sizes, down.options),
             Build(_up_kernel, types, sizes | up.sizes | {"EVEN": False, "IS": 400}, up.options),
             Build(_down_kernel, types, sizes | down.sizes | {"EVEN": False, "IS": 400}, down.options),
         ]
         if not many:
-            chosen = {"SLICES": 8, "TOP_K": 8, "RENORMALISE": True}
+            chosen = {"PARTS": 8, "TOP_K": 8, "RENORMALISE": True}
             builds += [
                 Build(_choose_kernel, types, experts | chosen, {"num_warps": 1}),
                 Build(_add_kernel, types, {"H": 2048, "TOP_K": 8, "RESIDUAL": True, "BLOCK": 1024}),

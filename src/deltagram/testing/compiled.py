@@ -17,7 +17,7 @@ LENGTHS = (*range(1, 20), 31, 32, 33, 63, 64, 65, 127, 128, 130)  # of rows: eve
 def among_nan(x: Tensor, before: int = 3, after: int = 5) -> Tensor:
     """The same values as rows of a wider tensor, NaN left and right of them and in a row above and below."""
     flat = x.flatten(1)
-    wide = torch.full((len(x) + 2, before + flat.shape[1] + after), float("nan"), dtype=x.dtype)
+    wide = x.new_full((len(x) + 2, before + flat.shape[1] + after), float("nan"))
     inside = wide[1:-1, before : before + flat.shape[1]]
     inside.copy_(flat)
     return inside.unflatten(1, x.shape[1:]) if x.dim() > 2 else inside
