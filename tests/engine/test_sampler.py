@@ -8,6 +8,7 @@ from scipy import stats
 from deltagram import SamplingParams
 from deltagram.engine import sampler
 from deltagram.engine.sampler import SampleRow, SamplingTensors, Sizes, draw, sample, uniform
+from deltagram.kernels.sample_tokens import reference
 
 VOCAB = 24
 MASK = 2**64 - 1
@@ -114,8 +115,8 @@ def test_filters_keep_exactly_the_reference_set(seed):
         min_p=float(rng.choice([0.0, 0.13, 0.5, 1.0])),
     )
     tensors = SamplingTensors.build([SampleRow(params, 0, 0)])
-    weights = sampler._weights(logits, tensors.columns["temperature"])
-    weights = weights * sampler._kept(logits, weights, tensors.sizes.max_top_k, tensors.columns)
+    weights = reference.weigh(logits, tensors.columns["temperature"])
+    weights = weights * reference.kept(logits, weights, tensors.sizes.max_top_k, tensors.columns)
     expected = reference_probabilities(logits[0].double().numpy(), params)
     np.testing.assert_array_equal(weights[0].numpy() > 0, expected > 0)
     np.testing.assert_allclose(weights[0].numpy() / int(weights.sum()), expected, rtol=1e-11)

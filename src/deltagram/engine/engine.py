@@ -216,16 +216,25 @@ class Engine:
     def _launch(self, deltas: list[Delta]) -> bool:
         """Whether there was a step to launch."""
         scheduled = self.scheduler.schedule(ahead=bool(self._in_flight))
+        if self.replicas is not None:
+            buckets = None if self.runner.graphs is None else self.scheduler.buckets
+            try:
+                with torch.cuda.stream(self.runner.stream):
+                    scheduled = self.replicas.agree(scheduled, self.has_work, buckets)
+            except Exception as error:
+                if scheduled is None:
+                    raise
+                self.scheduler.retire(scheduled)
+                deltas += self._fail(scheduled, error)
+                return False
         if scheduled is None:
-            if self.replicas is not None:
-                self.replicas.step_without_work()
             return False
         freed = self.scheduler.take_freed()
         began = time.perf_counter()
         try:
             if self.settings.poison:
                 self.runner.poison_freed(*freed)
-            with self.replicas.step(scheduled.plan) if self.replicas else nullcontext():
+            with self.replicas.watched(scheduled.plan) if self.replicas else nullcontext():
                 self._in_flight.append((self.runner.launch(scheduled), began))
         except torch.AcceleratorError:
             raise
@@ -241,7 +250,8 @@ class Engine:
     def _retire(self, deltas: list[Delta]) -> None:
         launched, began = self._in_flight[0]
         try:
-            sampled = self.runner.retire(launched)
+            with self.replicas.watched(launched.scheduled.plan) if self.replicas else nullcontext():
+                sampled = self.runner.retire(launched)
             self._in_flight.popleft()
             self.scheduler.retire(launched.scheduled)
             self._record(launched, began)
@@ -348,8 +358,7 @@ def pages_that_fit(model: Model, settings: Resolved) -> int:
 
 
 def _logprobs(sampled: Sampled, i: int, count: int) -> TokenLogprobs:
-    output, row = sampled.output, sampled.first + i
-    assert output is not None and output.logprobs is not None
-    assert output.top_tokens is not None and output.top_logprobs is not None
-    top = zip(output.top_tokens[row, :count].tolist(), output.top_logprobs[row, :count].tolist(), strict=True)
-    return TokenLogprobs(sampled.tokens[i], float(output.logprobs[row]), tuple(top))
+    told, row = sampled.reported, sampled.first + i
+    assert told is not None
+    top = zip(told.top_tokens[row, :count].tolist(), told.top_logprobs[row, :count].tolist(), strict=True)
+    return TokenLogprobs(sampled.tokens[i], float(told.logprobs[row]), tuple(top))

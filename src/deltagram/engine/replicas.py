@@ -1,16 +1,19 @@
 """Engines of several ranks that hold the tables of one model together: they step together, each with its own requests.
 
-Before each step all ranks say how many tokens theirs has. From that, and nothing else, every rank derives the slot of
-the step's exchange, and whether there is a step at all; a rank without work brings the others its rows. The step is
-over for all when nobody has work: then `assist` returns, on every rank.
+Before each step all ranks say how many tokens theirs has. From that, and nothing else, every rank derives what the
+exchange of rows needs to be the same everywhere. Where steps are captured that is the bucket: all run the largest that
+one of them needs, a rank without work too. Where they are not it is the slot: a rank without work brings the others its
+rows and computes nothing. When no rank has work left, `anyone` is false, on every rank.
 """
 
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
+from deltagram.engine.scheduler import Scheduled
 from deltagram.models.base import Model
 from deltagram.models.qwen4_exp import Qwen4Exp
 from deltagram.ngram.exchange_choice import Setup, make_exchange
@@ -18,53 +21,72 @@ from deltagram.ngram.run_ahead import RunAhead
 from deltagram.ngram.sharding import SplitTables
 from deltagram.ngram.stores import HostStore, RowStore
 from deltagram.parallel.groups import Group, number_of
+from deltagram.step.buckets import ExactBuckets, Ladder
 from deltagram.step.plan import StepPlan
 
 
 class Replicas:
-    """This rank's side of the agreement. closing: whether a rank has left for good; see `leave`."""
+    """This rank's side of the agreement. closing: whether a rank has left for good; see `leave`. capturable: whether
+    steps with this exchange can be captured."""
 
-    def __init__(self, group: Group, run_ahead: RunAhead | None) -> None:
-        self.group, self.run_ahead = group, run_ahead
+    def __init__(self, group: Group, run_ahead: RunAhead | None, capturable: bool = True) -> None:
+        self.group, self.run_ahead, self.capturable = group, run_ahead, capturable
         self.anyone, self.closing = False, False
         self._step = 0
         self._history = "0" * 16  # digest of all that was agreed on so far
 
+    def agree(
+        self, scheduled: Scheduled | None, has_work: bool, buckets: ExactBuckets | Ladder | None
+    ) -> Scheduled | None:
+        """What this rank runs next, of what it would: the same in another bucket, a step of padding, or nothing.
+
+        Every rank calls it before each step. buckets: those that are captured; None without. Raises DisagreementError
+        unless all that was agreed on before is the same everywhere.
+        """
+        plan = scheduled.plan if scheduled else None
+        tokens, mixed = self._gather(
+            plan.bucket.tokens if plan else 0, plan is not None and plan.bucket.mixed, has_work
+        )
+        if not tokens:
+            return None
+        if buckets is not None:
+            bucket = buckets.fit(tokens, 1, mixed)
+            if scheduled is None or plan is None:
+                return Scheduled(StepPlan(self._step, bucket, ()), (), ())
+            return replace(scheduled, plan=replace(plan, bucket=bucket))
+        if self.run_ahead is not None:
+            self.run_ahead.slot = tokens
+            if scheduled is None:
+                with self.group.watchdog.step(self._step, ""):
+                    self.run_ahead.assist()
+        return scheduled
+
     @contextmanager
-    def step(self, plan: StepPlan) -> Iterator[None]:
-        """Around the launch of this rank's step. An error in it is made known, as the others wait for this rank."""
-        self._agree(plan.bucket.tokens)
+    def watched(self, plan: StepPlan) -> Iterator[None]:
+        """Around what waits for a step. An error in it is made known, as the others wait for this rank."""
         with self.group.watchdog.step(self._step, plan.digest()):
             try:
                 yield
             except Exception as error:
+                self.group.watchdog.check()  # which knows better why
                 self.group.watchdog.fail(error)
                 raise
 
-    def step_without_work(self) -> None:
-        """In place of `step` on a rank that has nothing to run: what the others' steps need of it."""
-        self._agree(0)
-        if self.anyone:
-            with self.group.watchdog.step(self._step, ""):
-                if self.run_ahead is not None:
-                    self.run_ahead.assist()
-
     def leave(self) -> None:
-        """Agree that there will be no more steps. Every other rank is in `step_without_work`."""
-        self._agree(0, closing=True)
+        """Agree that there will be no more steps. Every other rank is in `agree`, without work."""
+        self._gather(0, False, False, closing=True)
 
-    def _agree(self, num_tokens: int, closing: bool = False) -> None:
-        """Raises DisagreementError unless all that was agreed on before is the same everywhere."""
-        found = self.group.gather_numbers([num_tokens, closing, number_of(self._history)])
-        self.group.check_same([digest for _, _, digest in found], "history of steps")
-        slot = max(tokens for tokens, _, _ in found)
-        self.anyone = slot > 0
-        self.closing = self.closing or any(each for _, each, _ in found)
+    def _gather(self, tokens: int, mixed: bool, has_work: bool, closing: bool = False) -> tuple[int, bool]:
+        """The most tokens of any rank, and whether any has prefill."""
+        found = self.group.gather_numbers([tokens, mixed, has_work, closing, number_of(self._history)])
+        self.group.check_same([each[-1] for each in found], "history of steps")
+        most, any_mixed, anyone, any_closing = (max(each[i] for each in found) for i in range(4))
+        self.anyone, self.closing = bool(anyone), self.closing or bool(any_closing)
         self._step += 1
-        agreed = f"{self._history} {self._step} {slot} {self.closing}"
+        self.group.watchdog.enter_step(self._step)
+        agreed = f"{self._history} {self._step} {most} {any_mixed} {anyone} {self.closing}"
         self._history = hashlib.blake2b(agreed.encode(), digest_size=8).hexdigest()
-        if self.run_ahead is not None:
-            self.run_ahead.slot = slot
+        return most, bool(any_mixed)
 
 
 def bring_together(
@@ -89,7 +111,10 @@ def bring_together(
     way = "heads" if cuts[0].by_heads else "rows"
     why = "".join(f"; not {each}" for each in passed_over)
     note = f"the memory tables are split by {way} over {group.size} ranks; exchange: {run_ahead.exchange.name}{why}"
-    return Replicas(group, run_ahead), [note]
+    # The host carries collectives where ranks share a card, and no graph holds what the host does.
+    by_host = run_ahead.exchange.name == "collective" and not setup.communicator.on_device
+    capturable = not by_host and all(store.capturable for store in run_ahead.stores)
+    return Replicas(group, run_ahead, capturable), [note]
 
 
 def _agree_on_crossover(stores: Sequence[RowStore], group: Group) -> None:

@@ -6,13 +6,16 @@ on. `launch` sets it going and `retire` waits for what it brought: in between th
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from deltagram.attention.cache import LayerCache, page_size, poison
+from deltagram.engine.params import MAX_LOGIT_BIAS_ENTRIES, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 from deltagram.engine.request import Request
-from deltagram.engine.sampler import SampleOutput, SampleRow, SamplingTensors, sample
+from deltagram.engine.request_table import RequestTable
+from deltagram.engine.sampler import SampleRow, SamplingTensors, sample
 from deltagram.engine.scheduler import Scheduled
 from deltagram.engine.settings import Resolved
 from deltagram.gdn.core import LayerState
@@ -20,11 +23,20 @@ from deltagram.gdn.state import SlotPool, allocate, ring_length
 from deltagram.graphs.buffers import Report, StepBuffers
 from deltagram.graphs.capture import StepGraphs
 from deltagram.kernels.commit_tokens import commit_tokens
+from deltagram.kernels.sample_tokens import Scratch, sample_tokens
 from deltagram.models.base import Model
 from deltagram.step.buckets import Ladder
 from deltagram.step.history import TokenHistory
 from deltagram.step.plan import Bucket, StepPlan
 from deltagram.step.sequences import SequenceTable, pack, packed_size, prepare
+
+
+class Reported(NamedTuple):
+    """Log-probabilities under the model's own logits, of requests that asked, by where a token was sampled."""
+
+    logprobs: Tensor  # fp32 [L], of the tokens
+    top_tokens: Tensor  # int64 [L, most], likeliest first
+    top_logprobs: Tensor  # fp32 [L, most]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +45,19 @@ class Launched:
 
     scheduled: Scheduled
     report: Report
-    sampled: SampleOutput | None
+    reported: Reported | None
     done: torch.cuda.Event | None
     num_eager: int  # pieces of it that no graph holds
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What a step brought one request: tokens, and where in `output` the first of them is."""
+    """What a step brought one request: tokens, and where in `reported` the first of them is."""
 
     request: Request
     tokens: list[int]
     first: int
-    output: SampleOutput | None
+    reported: Reported | None
 
 
 class Runner:
@@ -71,18 +83,19 @@ class Runner:
         self.history = TokenHistory(num_slots + 1, settings.max_context, self.device)
         pages_a_request = -(-settings.max_context // self.page_size)
         self.page_table = torch.zeros(num_slots + 1, pages_a_request, dtype=torch.int32, device=self.device)
-        self.buffers = StepBuffers(
-            packed_size(largest, self.page_size), largest.sequences, self.max_draft, self.device
-        )
+        self.buffers = StepBuffers(packed_size(largest, self.page_size), largest.sequences, self.max_draft, self.device)
         self._pools: list[Tensor] = []
         self._give_states(num_slots)
         self._give_pages(num_pages)
-        self._outputs: dict[Bucket, tuple[SequenceTable, Tensor]] = {}
         self.graphs: StepGraphs | None = None
         self.stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
             self.stream = torch.cuda.Stream(self.device, priority=-1)
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
+            vocab = model.config.vocab_size
+            edits = MAX_LOGIT_BIAS_ENTRIES + MAX_STOP_TOKEN_IDS + len(end_token_ids)
+            self.requests = RequestTable(num_slots + 1, vocab, edits, self.device)
+            self.work = Scratch.of(largest.num_samples, vocab, MAX_LOGPROBS, self.device)
 
     @torch.inference_mode()
     def capture(self, ladder: Ladder, progress: Callable[[int, int], None]) -> None:
@@ -150,22 +163,36 @@ class Runner:
     def _launch(self, scheduled: Scheduled) -> Launched:
         plan, num_eager = scheduled.plan, 0
         for request in scheduled.admitted:
-            self.history.admit(request.slot, request.tokens)
+            self._admit(request)
         self._fill(plan)
+        if self.stream is None:
+            reported = self._commit_here(scheduled, *self._forward(plan.bucket, scheduled.requests))
+            return Launched(scheduled, self.buffers.report(), reported, None, 0)
+        self._allow(scheduled)
         if any(request.wants_prompt_logits for request in scheduled.requests):
-            self._run(plan.bucket, scheduled.requests)
+            self._commit(*self._forward(plan.bucket, scheduled.requests))
             num_eager = 1
         elif self.graphs is not None:
             num_eager = self.graphs.replay(plan.bucket)
         else:
             self._run(plan.bucket)
-        sampled = self._sample(scheduled, *self._outputs[plan.bucket])
-        report, done = self.buffers.report(), None
+        reported = None
+        if any(request.params.logprobs is not None for request in scheduled.requests):
+            parts = self.work.logprobs, self.work.top_tokens, self.work.top_logprobs
+            reported = Reported(*self.buffers.bring(*parts))
+        report = self.buffers.report()
+        return Launched(scheduled, report, reported, self.stream.record_event(), num_eager)
+
+    def _admit(self, request: Request) -> None:
+        self.history.admit(request.slot, request.tokens)
         if self.stream is not None:
-            done = self.stream.record_event()
-        else:
-            self._outputs.clear()
-        return Launched(scheduled, report, sampled, done, num_eager)
+            asked = request.params, request.seed, len(request.prompt), self.end_token_ids
+            self.requests.admit(request.slot, *asked, constrained=request.constraint is not None)
+
+    def _allow(self, scheduled: Scheduled) -> None:
+        for entry, request in zip(scheduled.plan.entries, scheduled.requests, strict=True):
+            if entry.samples and request.constraint is not None:
+                self.requests.allow(request.slot, request.constraint.allowed)
 
     def retire(self, launched: Launched) -> list[Sampled]:
         """Wait for a step: what it brought each request that it sampled for, in plan order. Raises RuntimeError for a
@@ -178,7 +205,7 @@ class Runner:
         tokens = launched.report.tokens()
         for n, (entry, request) in enumerate(zip(scheduled.plan.entries, scheduled.requests, strict=True)):
             if entry.samples:
-                brought.append(Sampled(request, tokens[n], first, launched.sampled))
+                brought.append(Sampled(request, tokens[n], first, launched.reported))
             first += entry.num_samples
         return brought
 
@@ -188,51 +215,58 @@ class Runner:
     def _fill_with_padding(self, bucket: Bucket) -> None:
         self._fill(StepPlan(0, bucket, ()))
 
-    def _run(self, bucket: Bucket, requests: tuple[Request, ...] = ()) -> None:
-        """The step whose table lies in the buffers. `requests` are given if some want the logits of their prompts."""
+    def _run(self, bucket: Bucket) -> None:
+        """The step whose table lies in the buffers: what a graph captures."""
+        self._commit(*self._forward(bucket))
+
+    def _forward(self, bucket: Bucket, requests: tuple[Request, ...] = ()) -> tuple[SequenceTable, Tensor]:
+        """The logits [L, vocab] after the tokens that are sampled after. `requests` are looked at for prompts whose
+        logits they want."""
         packed = self.buffers.packed[: packed_size(bucket, self.page_size)]
         table = prepare(packed, bucket, self.history, self.page_table, self.page_size)
         rows = None if not bucket.mixed and bucket.num_samples == bucket.tokens else table.sampled
-        if requests:
+        if any(request.wants_prompt_logits for request in requests):
             hidden = self.model.forward(table, self.history)
             self._keep_prompt_logits(requests, table, hidden)
             hidden = hidden if rows is None else hidden[rows]
         else:
             hidden = self.model.forward(table, self.history, rows)
-        self._outputs[bucket] = table, self.model.logits(hidden)
+        return table, self.model.logits(hidden)
 
-    def _sample(self, scheduled: Scheduled, table: SequenceTable, logits: Tensor) -> SampleOutput | None:
-        """Sample after the last token of each sequence that samples, and after each that a draft follows."""
-        plan = scheduled.plan
+    def _commit(self, table: SequenceTable, logits: Tensor) -> None:
+        """Sample on the device, and add the tokens to the history."""
+        at = table.sampled, table.cu_samples, table.sequence, table.position, table.row
+        tokens, *_ = sample_tokens(logits, *at, self.history.tokens, self.requests.on_device, self.work)
+        self._write(table, tokens)
+
+    def _write(self, table: SequenceTable, tokens: Tensor) -> None:
+        history = self.history.tokens, self.history.lengths, self.history.committed
+        told = self.buffers.steps, self.buffers.tokens[: table.bucket.sequences]
+        commit_tokens(tokens, table.cu_samples, table.row, table.length, table.num_draft, *history, *told)
+
+    def _commit_here(self, scheduled: Scheduled, table: SequenceTable, logits: Tensor) -> Reported | None:
+        """As `_commit`, on a CPU, which does what the step's requests ask for and no more."""
         sampling = [
             request
-            for entry, request in zip(plan.entries, scheduled.requests, strict=True)
+            for entry, request in zip(scheduled.plan.entries, scheduled.requests, strict=True)
             for _ in range(entry.num_samples)
         ]
-        sampled = None
-        if sampling:
-            rows = [SampleRow(request.params, request.slot, request.seed) for request in sampling]
-            tensors = SamplingTensors.build(rows, eos_token_ids=self.end_token_ids, device=self.device)
-            lengths = torch.tensor([len(request.prompt) for request in sampling], device=self.device)
-            allowed = self._allowed(sampling, logits.shape[1])
-            tokens = self.history.tokens
-            if tensors.sizes.penalized:  # counting goes over whole rows: only as far as there is text
-                tokens = tokens[:, : 1 + self.max_draft + max(len(request.tokens) for request in sampling)]
-            positions = table.position[table.sampled[: len(sampling)]] + 1
-            sampled = sample(logits[: len(sampling)], tensors, positions, tokens, lengths, allowed)
-        commit_tokens(
-            logits.new_empty(0, dtype=torch.int64) if sampled is None else sampled.tokens,
-            table.cu_samples,
-            table.row,
-            table.length,
-            table.num_draft,
-            self.history.tokens,
-            self.history.lengths,
-            self.history.committed,
-            self.buffers.steps,
-            self.buffers.tokens[: plan.bucket.sequences],
-        )
-        return sampled
+        if not sampling:
+            self._write(table, logits.new_empty(0, dtype=torch.int64))
+            return None
+        rows = [SampleRow(request.params, request.slot, request.seed) for request in sampling]
+        tensors = SamplingTensors.build(rows, eos_token_ids=self.end_token_ids)
+        lengths = torch.tensor([len(request.prompt) for request in sampling])
+        tokens = self.history.tokens
+        if tensors.sizes.penalized:  # counting goes over whole rows: only as far as there is text
+            tokens = tokens[:, : 1 + self.max_draft + max(len(request.tokens) for request in sampling)]
+        positions = table.position[table.sampled[: len(sampling)]] + 1
+        allowed = self._allowed(sampling, logits.shape[1])
+        sampled = sample(logits[: len(sampling)], tensors, positions, tokens, lengths, allowed)
+        self._write(table, sampled.tokens)
+        if sampled.logprobs is None or sampled.top_tokens is None or sampled.top_logprobs is None:
+            return None
+        return Reported(sampled.logprobs, sampled.top_tokens, sampled.top_logprobs)
 
     def _allowed(self, requests: list[Request], vocab_size: int) -> Tensor | None:
         """bool [N, V]: what the constraints of the requests allow; None if there are none."""
@@ -242,7 +276,7 @@ class Runner:
         for n, request in enumerate(requests):
             if request.constraint is not None:
                 allowed[n] = torch.from_numpy(request.constraint.allowed)
-        return allowed.to(self.device)
+        return allowed
 
     def _keep_prompt_logits(self, requests: tuple[Request, ...], table: SequenceTable, hidden: Tensor) -> None:
         for n, request in enumerate(requests):

@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from deltagram.engine.params import SamplingParams
+from deltagram.kernels.sample_tokens.reference import draw, kept, penalize, top, uniform, weigh
 
 MAX_VOCAB_SIZE = 2**20
-_ONE = 2**42  # the weight of the likeliest token; MAX_VOCAB_SIZE of them add up to less than 2^63
 _ALWAYS = 2**62  # "until this many output tokens": no limit
 
 
@@ -220,7 +220,7 @@ def sample(
 
     row = columns["reported"].clamp_min(0)
     raw = raw[row].float()
-    logprobs, top_tokens = raw.log_softmax(-1), _top(raw, sizes.max_logprobs)
+    logprobs, top_tokens = raw.log_softmax(-1), top(raw, sizes.max_logprobs)
     blank = logprobs.new_zeros(len(tokens), 1)
     blanks = blank.expand(-1, top_tokens.shape[1])
     return SampleOutput(
@@ -248,7 +248,7 @@ def _choose(
     if sizes.penalized:
         index = columns["penalized"]
         history = history_tokens[columns["history_row"]]
-        logits[index] = _penalize(logits[index], history, positions[index], prompt_lengths[index], columns)
+        logits[index] = penalize(logits[index], history, positions[index], prompt_lengths[index], columns)
     tokens = logits.argmax(-1)
     if not sizes.drawn:
         return tokens
@@ -256,110 +256,13 @@ def _choose(
     drawn = logits[: sizes.drawn]
     temperature = columns["temperature"][: sizes.drawn]
     greedy = temperature == 0
-    weights = _weights(drawn, torch.where(greedy, 1.0, temperature))
+    weights = weigh(drawn, torch.where(greedy, 1.0, temperature))
     if sizes.filtered:
         part = slice(0, sizes.filtered)
-        weights[part] *= _kept(drawn[part], weights[part], sizes.max_top_k, columns)
+        weights[part] *= kept(drawn[part], weights[part], sizes.max_top_k, columns)
     uniforms = uniform(columns["seed"][: sizes.drawn], positions[: sizes.drawn])
     tokens[: sizes.drawn] = torch.where(greedy, tokens[: sizes.drawn], draw(weights, uniforms))
     return tokens
-
-
-def _penalize(
-    logits: Tensor, history: Tensor, positions: Tensor, prompt_lengths: Tensor, columns: dict[str, Tensor]
-) -> Tensor:
-    """logits float32 [P, V], history int32 [P, C] -> float32 [P, V]."""
-    column = torch.arange(history.shape[1], device=history.device)
-    known = column < positions[:, None]
-    token = torch.where(known, history, 0).long()  # what lies beyond may be anything
-    zeros = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
-    occurrences = zeros.scatter_add(1, token, known.int())
-    outputs = zeros.scatter_add(1, token, (known & (column >= prompt_lengths[:, None])).int())
-    repetition, presence, frequency = (
-        columns[name].float()[:, None] for name in ("repetition", "presence", "frequency")
-    )
-    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-    return torch.where(occurrences > 0, repeated, logits) - outputs * frequency - (outputs > 0) * presence
-
-
-def _weights(logits: Tensor, temperature: Tensor) -> Tensor:
-    """float32 [D, V], float64 [D] -> int64 [D, V]: probabilities in units of 2^-42 of the likeliest token's."""
-    below = logits.double().sub_(logits.amax(-1, keepdim=True)).div_(temperature[:, None])
-    below.nan_to_num_(nan=0.0)  # a broken model must show in its text and logprobs, not as a fault of the device
-    return below.exp_().mul_(_ONE).round_().long()
-
-
-def _kept(logits: Tensor, weights: Tensor, max_top_k: int, columns: dict[str, Tensor]) -> Tensor:
-    """Which tokens min_p, then top_k, then top_p keep: bool [F, V].
-
-    Each filter keeps a prefix of the tokens in falling order, so a row's filter is one number: the prefix length.
-    """
-    vocab_size = logits.shape[1]
-    top_k, top_p, min_p = (columns[name][:, None] for name in ("top_k", "top_p", "min_p"))
-    if 0 < max_top_k < vocab_size:
-        values, order = logits.topk(max_top_k)
-    else:
-        values, order = logits.sort(descending=True)
-    ranked = weights.gather(1, order)
-    rank = torch.arange(ranked.shape[1], device=logits.device)
-    kept = (ranked >= min_p * _ONE) & ((rank < top_k) | (top_k == 0))
-    ranked = ranked * kept
-    before = ranked.cumsum(1) - ranked
-    kept &= (before < top_p * ranked.sum(1, keepdim=True)) | (top_p == 1)
-
-    count = kept.sum(1, keepdim=True)
-    last = values.gather(1, count - 1)
-    above, equal = logits > last, logits == last
-    return above | (equal & (equal.cumsum(1) <= count - above.sum(1, keepdim=True)))
-
-
-def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Inverts the cumulative sum: int64 [D, V] of at least 0, float64 [D] in (0, 1) -> int64 [D].
-
-    The sum of a row must be above 0 and below 2^63. A token of weight 0 is never drawn.
-    """
-    cumulative = weights.cumsum(1)
-    total = cumulative[:, -1]
-    target = torch.minimum((uniforms * total).long(), total - 1)
-    return torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)
-
-
-def uniform(seed: Tensor, position: Tensor, stream: int = 0) -> Tensor:
-    """A random number in the open interval (0, 1) with 53 bits: a function of its arguments alone.
-
-    seed, position: int64, broadcast together -> float64. Streams are for further draws at the same position.
-    The generator is splitmix64 (Steele, Lea and Flood, 2014) at step `position` from a start given by seed and stream.
-    """
-    state = seed * _SEED_STEP + position * _POSITION_STEP + _wrap(stream * _STREAM_STEP)
-    state = (state ^ _shift_right(state, 30)) * _MIX_1
-    state = (state ^ _shift_right(state, 27)) * _MIX_2
-    state = state ^ _shift_right(state, 31)
-    return _shift_right(state, 11).clamp_min(1).double() * 2.0**-53
-
-
-def _shift_right(value: Tensor, bits: int) -> Tensor:
-    """Shifts int64 as if unsigned."""
-    return (value >> bits) & (2 ** (64 - bits) - 1)
-
-
-def _wrap(value: int) -> int:
-    """The int64 with the low 64 bits of `value`."""
-    return (value + 2**63) % 2**64 - 2**63
-
-
-_POSITION_STEP = _wrap(0x9E3779B97F4A7C15)
-_SEED_STEP = _wrap(0xDA942042E4DD58B5)
-_STREAM_STEP = _wrap(0xD1342543DE82EF95)
-_MIX_1 = _wrap(0xBF58476D1CE4E5B9)
-_MIX_2 = _wrap(0x94D049BB133111EB)
-
-
-def _top(values: Tensor, count: int) -> Tensor:
-    """Indices [L, count] of the largest of float32 [L, V], the lowest index first among equals (topk promises none)."""
-    bits = (values + 0.0).view(torch.int32).long()  # + 0.0: one zero, not two
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # as integers in the order of the floats
-    index = torch.arange(values.shape[1], device=values.device)
-    return (ordered * 2**32 - index).topk(min(count, values.shape[1])).indices
 
 
 def _put(target: Tensor, row: Tensor, values: Tensor) -> Tensor:

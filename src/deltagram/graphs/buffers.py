@@ -31,6 +31,7 @@ class StepBuffers:
         self._reports = host(len(self._report), torch.int32)
         self.steps = self._report[:2].view(torch.int64)
         self.tokens = self._report[2:].view(max_sequences, width)
+        self._brought: list[tuple[Tensor, ...]] = []
         self.filled = 0
 
     def fill(self, packed: npt.NDArray[np.int32]) -> None:
@@ -43,6 +44,18 @@ class StepBuffers:
     def start_over(self) -> None:
         """Count on from here: a step that was filled has not been run to its end, or graphs have been captured."""
         self.steps.fill_(self.filled)
+
+    def bring(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        """Copies of tensors of the step that was filled last, for whoever waits for them. The same parts every time."""
+        if not self._brought:
+            self._brought = [
+                tuple(torch.zeros(part.shape, dtype=part.dtype, pin_memory=part.is_cuda) for part in parts)
+                for _ in range(IN_FLIGHT)
+            ]
+        host = self._brought[(self.filled - 1) % IN_FLIGHT]
+        for mine, part in zip(host, parts, strict=True):
+            mine.copy_(part, non_blocking=True)
+        return host
 
     def report(self) -> "Report":
         """Copy the report of the step that was filled last to the host, for whoever waits for the copy."""

@@ -1,11 +1,12 @@
 """Capture and replay: one graph a bucket, made before the first request.
 
 A step is `run(bucket)`: it reads its inputs at fixed places and leaves its results at fixed places. It is run once as
-it is, which compiles and allocates what it needs, and then recorded. All graphs share one pool of memory, since one step
-runs at a time; the largest comes first, and the others fit in what it took.
+it is, which compiles and allocates what it needs, and then recorded. All graphs share one pool of memory, since one
+step runs at a time; the largest comes first, and the others fit in what it took.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from deltagram.step.segments import recording
 class Piecewise:
     """A recorded step: pieces of graph and, between them, what no graph can hold (step/segments.py)."""
 
-    def __init__(self, pool: tuple[int, int]) -> None:
+    def __init__(self, pool: Any) -> None:
         self.pool = pool
         self.pieces: list[torch.cuda.CUDAGraph | Callable[[], None]] = []
 
