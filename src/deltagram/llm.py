@@ -3,7 +3,7 @@
 import hashlib
 from collections import deque
 from collections.abc import Generator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -82,7 +82,7 @@ class LLM:
     ) -> None:
         asked = parse({"device": device, "dtype": dtype} | settings)
         if group is not None:
-            asked = replace(asked, device=str(group.device), eager=True)
+            asked = replace(asked, device=str(group.device))
         folder = shipped_model() if model is None else resolve_model(model)
         self.folder = folder
         self.config = read_config(folder)
@@ -107,7 +107,9 @@ class LLM:
             sizes = self.settings.max_num_tokens, self.settings.ngram_exchange, self.settings.dtype
             self.replicas, notes = bring_together(loaded, group, *sizes)
             self.notes += tuple(notes)
-        self.engine = Engine(loaded, self.settings, self.tokenizer, replicas=self.replicas)
+            self.settings = replace(self.settings, eager=self.settings.eager or not self.replicas.capturable)
+        with group.watchdog.patient() if group else nullcontext():
+            self.engine = Engine(loaded, self.settings, self.tokenizer, replicas=self.replicas)
         self._inboxes: dict[int, deque[Delta]] = {}  # by request id: what steps brought and nobody took yet
         if group is not None and group.device.type == "cuda":
             self._warm_up(group)

@@ -8,7 +8,11 @@ import pytest
 import torch
 
 from deltagram import LLM, SamplingParams
+from deltagram.engine.replicas import Replicas
+from deltagram.engine.scheduler import Scheduled
 from deltagram.parallel.groups import Group
+from deltagram.step.buckets import Ladder
+from deltagram.step.plan import Entry, Kind, StepPlan
 from deltagram.testing.checkpoints import write_tiny_checkpoint
 from deltagram.testing.ranks import Ranks
 
@@ -33,7 +37,7 @@ def of_rank(rank: int, size: int) -> list[str]:
 
 def generated(
     group: Group, folder: Path, settings: dict[str, str]
-) -> tuple[list[tuple[int, ...]], tuple[str, ...], int]:
+) -> tuple[list[tuple[int, ...]], tuple[str, ...], bool]:
     llm = LLM(folder, group=group, **{"dtype": "float32", "max_num_sequences": 3} | settings)
     tokens = []
     for greedy in (True, False):
@@ -46,7 +50,7 @@ def generated(
         llm.close()
     else:
         assert not llm.assist(), "rank 0 has left"
-    return tokens, llm.notes, llm.stats.num_steps
+    return tokens, llm.notes, llm.engine.runner.graphs is not None
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +91,37 @@ def test_replicas_generate_the_tokens_of_one_process(ranks, folder, alone, setti
             assert notes[-1] == said
 
 
+def agreed_buckets(group: Group) -> list[str]:
+    """What this rank runs in a few rounds, of captured buckets, as a text."""
+    replicas, ladder = Replicas(group, None), Ladder.of(64, 4)
+
+    def scheduled(tokens: int, mixed: bool) -> Scheduled | None:
+        if not tokens:
+            return None
+        kind = Kind.PREFILL if mixed else Kind.DECODE
+        sizes = [tokens] if mixed else [1] * tokens
+        entries = tuple(Entry(row, 0, row, kind, size, 0) for row, size in enumerate(sizes))
+        return Scheduled(StepPlan(5, ladder.fit(tokens, len(sizes), mixed), entries), (), ())
+
+    found = []
+    rounds = [((3, False), (1, False)), ((2, False), (40, True)), ((0, False), (2, False)), ((0, False), (0, False))]
+    for turn, round in enumerate(rounds):
+        own = scheduled(*round[group.rank])
+        step = replicas.agree(own, own is not None or (turn == 3 and group.rank == 1), ladder)
+        found.append(f"{step.plan.bucket} {step.plan.num_tokens}" if step else f"nothing, anyone={replicas.anyone}")
+    return found
+
+
+def test_ranks_of_captured_steps_run_one_bucket(ranks):
+    """A rank without work pads; one that waits for a step in flight keeps the others."""
+    if len(ranks.pipes) == 2:
+        last = "nothing, anyone=True"
+        assert ranks.run(agreed_buckets) == [
+            ["3x3t 3", "40x4m 2", "2x2t 0", last],
+            ["3x3t 1", "40x4m 40", "2x2t 2", last],
+        ]
+
+
 def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     code = "from deltagram.cli import main; main()"
     return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
@@ -122,11 +157,13 @@ def test_ranks_of_other_settings_are_refused_on_every_rank(ranks, folder):
 @pytest.mark.parametrize("settings", [CASES[0], CASES[2]], ids=lambda case: " ".join(case.values()))
 @pytest.mark.parametrize("run_ahead", [True, False], ids=["ahead", "inline"])
 def test_replicas_on_cards_generate_the_tokens_of_one_process(folder, size, device, settings, run_ahead):
+    """Captured, but for collectives that the host carries."""
     if device == "cuda" and torch.cuda.device_count() < size:
         pytest.skip("needs a card a rank")
     llm = LLM(folder, device="cuda", dtype="float32", eager=True)
     answers = {p: c.outputs[0].token_ids for p, c in zip(PROMPTS, llm.generate(PROMPTS, params(True)), strict=True)}
     with Ranks(size, device) as ranks:
-        for rank, (tokens, _, _) in enumerate(ranks.run(generated, folder, settings | {"run_ahead": run_ahead})):
+        for rank, (tokens, _, captured) in enumerate(ranks.run(generated, folder, settings | {"run_ahead": run_ahead})):
+            assert captured == (device == "cuda" or settings["ngram_exchange"] == "peer")
             prompts = of_rank(rank, size)
             assert tokens[: len(prompts)] == [answers[prompt] for prompt in prompts]

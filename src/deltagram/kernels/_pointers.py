@@ -47,12 +47,12 @@ def fence() -> None:
             pass
 
 
-def wait_until(ready: Callable[[], bool], polls: int) -> bool:
+def wait_until(ready: Callable[[], bool], polls: int, stalled: Tensor, patience: int) -> bool:
     """Give up the processor until `ready()`, for as many microseconds as a GPU is given polls, which take it about as
-    long. Returns whether it came true."""
-    end, looks = time.monotonic() + polls * 1e-6, 0
+    long; for `patience` of them while `stalled` is not 0. Returns whether it came true."""
+    began, looks = time.monotonic(), 0
     while not ready():
-        if time.monotonic() > end:
+        if time.monotonic() > began + 1e-6 * (min(polls, patience) if int(stalled) else polls):
             return ready()
         looks += 1
         if looks < 20:

@@ -82,8 +82,7 @@ def _reference(
     for view in views:
         view[round_ % 3, rank, :words] = sent
     came = views[rank][round_ % 3, :, :words]
-    looks = min(polls, PATIENCE) if int(stalled) else polls
-    if not wait_until(lambda: not bool((came == SENTINEL).any()), looks):
+    if not wait_until(lambda: not bool((came == SENTINEL).any()), polls, stalled, PATIENCE):
         stalled.fill_(1)
     rows = came.view(part.dtype).view(ranks, *part.shape)
     out.view(len(part), ranks, -1).copy_(rows.transpose(0, 1))

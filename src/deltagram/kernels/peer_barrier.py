@@ -35,7 +35,7 @@ def _reference(flags: Tensor, epoch: Tensor, stalled: Tensor, rank: int, polls: 
     for address in flags.tolist():
         at(address + 8 * rank, (1,), int64, flags.device).fill_(wanted)
     mine = at(int(flags[rank]), (ranks,), int64, flags.device)
-    if not wait_until(lambda: int(mine.min()) >= wanted, min(polls, PATIENCE) if int(stalled) else polls):
+    if not wait_until(lambda: int(mine.min()) >= wanted, polls, stalled, PATIENCE):
         stalled |= sum(1 << peer for peer, seen in enumerate(mine.tolist()) if seen < wanted)
 
 

@@ -72,6 +72,8 @@ class PeerExchange:
         self.bounds = torch.tensor([(rows.start, rows.stop) for rows in held], device=device)
         self.order = torch.arange(max_slot * tables.num_columns, device=device).view(max_slot, -1)
         self._find_tables()
+        if communicator is not None:
+            communicator.group.watchdog.abort_with(lambda: self.stalled.fill_(1 << self.rank))
 
     @staticmethod
     def nbytes(tables: SplitTables, max_slot: int, same_tokens: bool = False) -> int:

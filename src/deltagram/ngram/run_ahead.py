@@ -46,7 +46,7 @@ class RunAhead:
         self.constants = HashConstants.of(specs, device)
         self.stream = torch.cuda.Stream(device, priority=0) if device.type == "cuda" and ahead else None
         self.exchange: Exchange | None = None  # where ranks hold the tables together
-        self.slot = 0  # tokens, which all ranks agreed on for the next step
+        self.slot = 0  # tokens, which all ranks agreed on for the next step; 0: as many as their common bucket has
         self._open = False  # whether chains run that have not been joined
         self._ids: Tensor | None = None
         self._rows: dict[int, Tensor] = {}  # of tables that no graph can read
@@ -107,7 +107,7 @@ class RunAhead:
     def _exchange(self, ids: Tensor | None) -> None:
         """Fetch all layers' rows from the ranks that hold them."""
         if self.exchange is not None and ids is not None:
-            rows = self.exchange.exchange(ids, self.slot)
+            rows = self.exchange.exchange(ids, self.slot or ids.shape[1])
             self._rows = {i: rows.take(i) for i in range(len(self.stores))}
 
     def _join(self) -> None:

@@ -72,6 +72,8 @@ class LamportAllGather:
         self.state = torch.zeros(3, dtype=torch.int64, device=memory.device)
         self.stalled = torch.zeros(1, dtype=torch.int64, pin_memory=memory.device.type == "cuda")
         self._arm()
+        if communicator is not None:
+            communicator.group.watchdog.abort_with(lambda: self.stalled.fill_(1))
 
     @staticmethod
     def nbytes(ranks: int, max_rows: int, width: int, dtype: torch.dtype) -> int:

@@ -89,7 +89,7 @@ class Watchdog:
         self._turns = [0] * COMMUNICATORS
         self._unseen = [0] * size  # looks in a row at which another process did not run
         self._pending: list[tuple[Callable[[], bool], tuple[int, int, int]]] = []
-        self._aborts: list[Callable[[], None]] = []
+        self._aborts: list[Callable[[], object]] = []
         self._stop = threading.Event()
         self.fields["step"][rank] = -1
         self.fields["pid"][rank] = os.getpid()
@@ -100,13 +100,18 @@ class Watchdog:
     def step(self, step: int, digest: str) -> Iterator[None]:
         """Around a step that all ranks run. Raises HangError at its end, or within, if it cannot count."""
         fields, rank = self.fields, self.rank
-        fields["step"][rank], fields["digest"][rank] = step, digest.encode()
+        self.enter_step(step)
+        fields["digest"][rank] = digest.encode()
         fields["began"][rank] = time.monotonic()
         try:
             yield
             self.check()
         finally:
             fields["began"][rank] = 0.0
+
+    def enter_step(self, step: int) -> None:
+        """Collectives from here on are those of `step`, on every rank."""
+        self.fields["step"][self.rank] = step
 
     @contextmanager
     def patient(self) -> Iterator[None]:
@@ -153,12 +158,14 @@ class Watchdog:
         self.fields["left"][at] = 0.0
         self._pending.append((ended, at))
 
-    def abort_with(self, abort: Callable[[], None]) -> None:
-        """Call `abort` when ranks hang, to free a device that waits for them."""
+    def abort_with(self, abort: Callable[[], object]) -> None:
+        """Call `abort` when ranks hang, to free what waits for them."""
         self._aborts.append(abort)
 
     def fail(self, error: Exception, rank: int | None = None) -> None:
-        """Tell all ranks that this one, or `rank`, failed and will be missing."""
+        """Tell all ranks that this one, or `rank`, failed and will be missing; but not that it heard of another."""
+        if isinstance(error, HangError) and (self.report is not None or self.fields["failure"].any()):
+            return
         rank = self.rank if rank is None else rank
         if not self.fields["failure"][rank]:
             self.fields["failure"][rank] = f"{type(error).__name__}: {error}".encode()[:1000]
