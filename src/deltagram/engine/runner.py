@@ -87,6 +87,8 @@ class Runner:
         self._pools: list[Tensor] = []
         self._give_states(num_slots)
         self._give_pages(num_pages)
+        if model.run_ahead is not None:
+            model.run_ahead.go_ahead(settings.run_ahead)
         self.graphs: StepGraphs | None = None
         self.stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
@@ -169,6 +171,8 @@ class Runner:
             reported = self._commit_here(scheduled, *self._forward(plan.bucket, scheduled.requests))
             return Launched(scheduled, self.buffers.report(), reported, None, 0)
         self._allow(scheduled)
+        if self.model.run_ahead is not None:
+            self.model.run_ahead.wake()
         if any(request.wants_prompt_logits for request in scheduled.requests):
             self._commit(*self._forward(plan.bucket, scheduled.requests))
             num_eager = 1

@@ -1,11 +1,11 @@
 """The chain of every memory layer, which depends on token ids alone: hash, row lookup, key and value projection.
 
-`start` begins the chains when the step begins, on a stream of their own beside the layers; `take` hands a layer what its
-own chain made and waits for that chain alone; `finish` joins what nobody took, so that a step ends, and a capture too,
-with nothing left running. Whether they start is the setting's choice, never the step's: every step of a run does the
-same.
+`start` begins the chains when the step begins, on a stream of their own beside the layers; `take` hands a layer what
+its own chain made and waits for that chain alone; `finish` joins what nobody took, so that a step ends, and a capture
+too, with nothing left running. Whether they start is the setting's choice, never the step's: every step of a run does
+the same.
 
-What the chains allocate is kept until the step ends, since their stream may reuse what it has freed while a layer on the
+What the chains made is kept until the step ends, since their stream may reuse what it has freed while a layer on the
 other still reads. The stream has the lowest priority: the layers' blocks are placed first, so that a large lookup never
 holds a step up longer than one of its blocks takes.
 """
@@ -44,7 +44,8 @@ class RunAhead:
         self.order = {layer: i for i, layer in enumerate(layers)}
         self.stores, self.projections, self.device = stores, projections, device
         self.constants = HashConstants.of(specs, device)
-        self.stream = torch.cuda.Stream(device, priority=0) if device.type == "cuda" and ahead else None
+        self.stream: torch.cuda.Stream | None = None
+        self.go_ahead(ahead)
         self.exchange: Exchange | None = None  # where ranks hold the tables together
         self.slot = 0  # tokens, which all ranks agreed on for the next step; 0: as many as their common bucket has
         self._open = False  # whether chains run that have not been joined
@@ -52,6 +53,10 @@ class RunAhead:
         self._rows: dict[int, Tensor] = {}  # of tables that no graph can read
         self._made: dict[int, KeyValue] = {}
         self._done: dict[int, torch.cuda.Event] = {}
+
+    def go_ahead(self, ahead: bool) -> None:
+        """Whether chains begin with the step from now on; see the class."""
+        self.stream = torch.cuda.Stream(self.device, priority=0) if self.device.type == "cuda" and ahead else None
 
     def start(self, table: SequenceTable, history: TokenHistory) -> None:
         """Hash the step's tokens for every layer, and begin the layers' chains. `finish` follows, come what may."""

@@ -55,7 +55,7 @@ def step(vocab: int, dtype: torch.dtype, seed: int, spread: float) -> tuple[tupl
     owners = draw.sample(range(ROWS), draw.randint(1, 8))
     counts = [draw.choice([0, 1, 1, 3]) for _ in owners]
     total, spare = sum(counts), draw.randint(0, 2)
-    int32 = {"dtype": torch.int32}
+    int32 = torch.int32
     tokens = sum(max(count, 1) for count in counts)
     sequence = [n for n, count in enumerate(counts) for _ in range(max(count, 1))]
     sampled = [t for t, n in enumerate(sequence) if counts[n]]
@@ -63,12 +63,12 @@ def step(vocab: int, dtype: torch.dtype, seed: int, spread: float) -> tuple[tupl
     logits = torch.randn(total + spare, vocab, generator=generator) * spread
     logits = (logits * 4).round() / 4 if draw.random() < 0.5 else logits  # ties
     table = (
-        torch.tensor(sampled + [0] * spare, **int32),
-        torch.tensor([sum(counts[:n]) for n in range(len(counts) + 1)] + [total] * 2, **int32),
-        torch.tensor(sequence + [-1] * 2, **int32),
-        torch.tensor(position + [0] * 2, **int32),
-        torch.tensor(owners + [ROWS - 1] * 2, **int32),
-        torch.randint(0, min(vocab, 30), (ROWS, CONTEXT), generator=generator, **int32),
+        torch.tensor(sampled + [0] * spare, dtype=int32),
+        torch.tensor([sum(counts[:n]) for n in range(len(counts) + 1)] + [total] * 2, dtype=int32),
+        torch.tensor(sequence + [-1] * 2, dtype=int32),
+        torch.tensor(position + [0] * 2, dtype=int32),
+        torch.tensor(owners + [ROWS - 1] * 2, dtype=int32),
+        torch.randint(0, min(vocab, 30), (ROWS, CONTEXT), generator=generator, dtype=int32),
     )
     assert len(sequence) == tokens
     return (logits.to(dtype), *table), requests(vocab, draw)
