@@ -73,7 +73,7 @@ def test_an_op_has_reference_test_and_benchmark(op: str) -> None:
 def test_everything_imports_without_triton() -> None:
     modules = [
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
-        for room in ("kernels", "step", "layers", "ngram", "gdn", "attention", "models", "engine")
+        for room in ("kernels", "step", "parallel", "layers", "ngram", "gdn", "attention", "models", "engine")
         for path in sorted((PACKAGE / room).rglob("*.py"))
     ]
     code = "import importlib, sys\nsys.modules['triton'] = None\n"

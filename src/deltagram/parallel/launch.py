@@ -30,14 +30,15 @@ def free_port() -> int:
 def launch(arguments: Sequence[str], ranks: int) -> int:
     """Run `python arguments...` as `ranks` processes to their end, and return the exit code: of the first that failed.
 
-    When one fails, the others have GRACE seconds; what is left then, stopped processes too, is killed. An interrupt
+    They share the processors unless OMP_NUM_THREADS says otherwise. When one fails, the others have GRACE seconds; what is left then, stopped processes too, is killed. An interrupt
     reaches all of them. Raises ValueError for fewer than one rank.
     """
     if ranks < 1:
         raise ValueError(f"--ranks must be at least 1, got {ranks}")
-    port = free_port()
+    port, threads = free_port(), max((os.cpu_count() or 1) // ranks, 1)
+    inherited = {"OMP_NUM_THREADS": str(threads)} | os.environ
     processes = [
-        subprocess.Popen([sys.executable, *arguments], env=os.environ | environment(rank, ranks, port))
+        subprocess.Popen([sys.executable, *arguments], env=inherited | environment(rank, ranks, port))
         for rank in range(ranks)
     ]
     code, ends_at = 0, float("inf")
