@@ -21,7 +21,7 @@ from torch import Tensor
 from deltagram.kernels._packed import Matrix, Packed, dense
 from deltagram.kernels._triton import Build, Impl, choose, dependent_launch, jit, on_cpu, power_of_two, tl
 
-_FEW = 64  # rows, at most, that the fused kernels take: they read all weights once for 16 or 32 rows
+_FEW = 64  # rows, at most, that the fused kernels take: they read all weights once for 16 rows
 
 
 def hyper_mix(
@@ -289,7 +289,7 @@ def _launch(
     if num_rows == 0:
         pass
     elif num_rows <= _FEW:
-        down_tile, up_tile, options = _tiles(streams.dtype, num_rows, count)
+        down_tile, up_tile, options = _tiles(streams.dtype, count)
         parts, rows = down_tile["PARTS"], -(-num_rows // down_tile["BM"])
         partial = torch.empty(num_rows, count * parts, outputs, dtype=torch.float32, device=streams.device)
         squares = torch.empty(num_rows, count * parts, dtype=torch.float32, device=streams.device)
@@ -323,9 +323,9 @@ def _launch(
     return mixed, inject
 
 
-def _tiles(dtype: torch.dtype, num_rows: int, count: int) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """Of the two products of few rows, and their options. Sums are in the same order for any `num_rows`."""
-    full, rows, padded = dtype == torch.float32, 16 if num_rows <= 16 else 32, power_of_two(count)
+def _tiles(dtype: torch.dtype, count: int) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """Of the two products of few rows, and their options: by the model's shapes alone, as they decide how sums go."""
+    full, rows, padded = dtype == torch.float32, 16, power_of_two(count)
     down = {"PARTS": 4, "BM": rows, "BN": 32, "BK": 64 if full else 128}
     columns = max(16 // padded, 8 if full else 16)  # a product has at least 16
     up = {"BM": rows, "BH": columns, "BR": 64, "S_PADDED": padded}
@@ -338,14 +338,9 @@ def ahead_of_time() -> list[Build]:
     ints = {"num_rows": "i32", "out_stride": "i32", "eps": "fp32"}
     scratch = dict.fromkeys(("weight", "partial", "squares", "rate"), "*fp32")
     names = ("streams", "down", "up", "last_inject", "last_out", "low", "mixed", "inject", "normed", "gates", "product")
-    for dtype, has_last, outputs, rows in (
-        ("*bf16", True, 324, 1),
-        ("*bf16", True, 324, 48),
-        ("*fp32", True, 324, 48),
-        ("*bf16", False, 320, 1),
-    ):
+    for dtype, has_last, outputs in (("*bf16", True, 324), ("*fp32", True, 324), ("*bf16", False, 320)):
         types = dict.fromkeys(names, dtype) | scratch | ints
-        down, up, options = _tiles(torch.float32 if dtype == "*fp32" else torch.bfloat16, rows, 4)
+        down, up, options = _tiles(torch.float32 if dtype == "*fp32" else torch.bfloat16, 4)
         last, width = {"HAS_LAST": has_last}, {"RANK": 320, "OUTPUTS": outputs}
         parts = {"PARTS": down["PARTS"], "S_PADDED": 4, "BN": 64}
         builds += [
