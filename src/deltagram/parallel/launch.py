@@ -30,8 +30,9 @@ def free_port() -> int:
 def launch(arguments: Sequence[str], ranks: int) -> int:
     """Run `python arguments...` as `ranks` processes to their end, and return the exit code: of the first that failed.
 
-    They share the processors unless OMP_NUM_THREADS says otherwise. When one fails, the others have GRACE seconds; what is left then, stopped processes too, is killed. An interrupt
-    reaches all of them. Raises ValueError for fewer than one rank.
+    They share the processors unless OMP_NUM_THREADS says otherwise. When one fails, the others have GRACE seconds; what
+    is left then, stopped processes too, is killed. An interrupt reaches all of them. Raises ValueError for fewer than
+    one rank.
     """
     if ranks < 1:
         raise ValueError(f"--ranks must be at least 1, got {ranks}")
