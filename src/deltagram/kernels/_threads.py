@@ -3,17 +3,17 @@
 Waking a thread takes about as long as a kernel runs. So the threads that help look for the next job a while before
 they sleep: all kernels of a step but the first find them awake.
 
-The range is cut into pieces, and each thread has a share of them that lie side by side, the same rows in every kernel
-of a layer, which are then in its cache. A thread that has done its own takes others', so one that comes late, or that
-has to let others run, holds up nobody. They agree through int64 words that all of them see:
+The range is cut into one share a thread, the same rows in every kernel of a layer, which are then in its cache. (With
+more and smaller shares weights are read once more for each, which took 2 % of a prefill.) A thread that has done its
+own takes others', so one that comes late holds up nobody. They agree through int64 words that all of them see:
 
     JOB         jobs so far
-    DONE        pieces of this one that are done
-    ENTRY ..    what it is: stable while a piece of it is not done
-    OWN         of each thread: its ticket; whether it sleeps, or is about to; the lock it then waits for
+    DONE        shares of this one that are done
+    ENTRY ..    what it is: stable while a share of it is not done
+    OWN         of each thread: its share's ticket; whether it sleeps, or is about to; the lock it then waits for
 
-A ticket is the job's number, the threads that may help, and the share's end and next piece. Who raises it has that
-piece. It is never the same twice, so nobody takes a piece of one job for that of another.
+A ticket is the job's number and the threads that may help, or 0. Who puts 0 in its place has the share. A ticket is
+never the same twice, so nobody takes a share of one job for that of another.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from deltagram.kernels._vectors import LONG, get, get_long, put_long
 JOB, DONE, ENTRY, OWN = 0, 128, 256, 384  # bytes, in lines of memory of their own
 TICKET, ASLEEP, LOCK, LINE = 0, 8, 16, 128  # bytes, from OWN + LINE * thread on
 _SPINS, _PATIENCE = 4000, 5000  # looks before a waiting thread lets others run, and before it sleeps
-_PIECES = 2  # a thread
 _FIELDS = {"int": ("q", "get_long(at, {})"), "float": ("f4x", "get(at, 2 * {})")}
 
 # Python's locks work without Python.
@@ -98,32 +97,21 @@ def _wait(looks):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _take(share, thread):  # type: ignore[no-untyped-def]
-    """The next piece of a share, or -1."""
-    while True:
-        ticket = look(share + TICKET)
-        piece, end, threads = ticket & 0xFFFF, (ticket >> 16) & 0xFFFF, (ticket >> 32) & 0xFF
-        if piece >= end or thread >= threads:
-            return -1
-        if swap(share + TICKET, ticket, ticket + 1):
-            return piece
-
-
-@inlined
 def _work(words, thread, size):  # type: ignore[no-untyped-def]
-    """Do pieces of the job until all are taken, the thread's own first."""
+    """Do shares of the job until all are taken, the thread's own first."""
     for i in range(size):
-        share = words + OWN + LINE * ((thread + i) % size)
-        piece = _take(share, thread)
-        while piece >= 0:
-            job = words + ENTRY
-            entry, arguments, count, pieces = get_long(job, 0), get_long(job, 1), get_long(job, 2), get_long(job, 3)
-            scratch = get_long(job, 4) + thread * get_long(job, 5)
-            _call(entry, count * piece // pieces, count * (piece + 1) // pieces, scratch, arguments)
+        share = (thread + i) % size
+        at = words + OWN + LINE * share + TICKET
+        ticket = look(at)
+        if ticket == 0 or thread >= ticket & 0xFF or not swap(at, ticket, 0):
+            continue
+        job = words + ENTRY
+        entry, arguments, count, shares = get_long(job, 0), get_long(job, 1), get_long(job, 2), get_long(job, 3)
+        scratch = get_long(job, 4) + thread * get_long(job, 5)
+        _call(entry, count * share // shares, count * (share + 1) // shares, scratch, arguments)
+        done = look(words + DONE)
+        while not swap(words + DONE, done, done + 1):
             done = look(words + DONE)
-            while not swap(words + DONE, done, done + 1):
-                done = look(words + DONE)
-            piece = _take(share, thread)
 
 
 @_native(3)
@@ -144,21 +132,20 @@ def _serve(words, thread, size):  # type: ignore[no-untyped-def]
             looks = 0
 
 
-@_native(9)
-def _share(words, size, threads, entry, arguments, count, pieces, scratch, scratch_bytes):  # type: ignore[no-untyped-def]
+@_native(8)
+def _share(words, size, threads, entry, arguments, count, scratch, scratch_bytes):  # type: ignore[no-untyped-def]
     """Post a job, wake who sleeps, and help until it is done."""
     job = words + ENTRY
     put_long(job, 0, entry)
     put_long(job, 1, arguments)
     put_long(job, 2, count)
-    put_long(job, 3, pieces)
+    put_long(job, 3, threads)
     put_long(job, 4, scratch)
     put_long(job, 5, scratch_bytes)
     post(words + DONE, 0)
     number = look(words + JOB) + 1
     for thread in range(threads):
-        first, end = pieces * thread // threads, pieces * (thread + 1) // threads
-        post(words + OWN + LINE * thread + TICKET, ((number << 8 | threads) << 16 | end) << 16 | first)
+        post(words + OWN + LINE * thread + TICKET, number << 8 | threads)
     post(words + JOB, number)
     for thread in range(1, threads):
         own = words + OWN + LINE * thread
@@ -166,7 +153,7 @@ def _share(words, size, threads, entry, arguments, count, pieces, scratch, scrat
             _release(get_long(own + LOCK, 0))
     _work(words, 0, size)
     looks = 0
-    while look(words + DONE) < pieces:
+    while look(words + DONE) < threads:
         _wait(looks)
         looks += 1
 
@@ -222,7 +209,7 @@ _caller = _Caller()
 def spread(kernel: Kernel, count: int, least: int, scratch: int, *arguments: float) -> None:
     """kernel(first, last, scratch, *arguments) over the range 0 .. count, on as many threads as torch has.
 
-    It is cut into a few pieces a thread, of at least `least` each. `scratch` is the address of that many fp32 numbers
+    Each has at least `least` of it. `scratch` is the address of that many fp32 numbers
     of the thread's own.
     """
     _caller.put(kernel, *arguments)
@@ -231,8 +218,7 @@ def spread(kernel: Kernel, count: int, least: int, scratch: int, *arguments: flo
     if threads > 1 and (team := _team()).busy.acquire(blocking=False):
         try:
             threads = min(threads, team.size)
-            pieces = min(_PIECES * threads, count // least)
-            _share(team.words, team.size, threads, *job, pieces, *_caller.scratch(scratch, threads))
+            _share(team.words, team.size, threads, *job, *_caller.scratch(scratch, threads))
         finally:
             team.busy.release()
     else:
