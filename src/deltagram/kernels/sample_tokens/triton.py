@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from deltagram.kernels._triton import Build, jit, power_of_two, tl
+from deltagram.kernels._triton import Build, dependent_launch, jit, power_of_two, tl
 
 if TYPE_CHECKING:
     from deltagram.kernels.sample_tokens import Requests, Scratch
@@ -32,6 +32,14 @@ _SEED = _constant(0xDA942042E4DD58B5 - 2**64)
 _POSITION = _constant(0x9E3779B97F4A7C15 - 2**64)
 _MIX_1 = _constant(0xBF58476D1CE4E5B9 - 2**64)
 _MIX_2 = _constant(0x94D049BB133111EB - 2**64)
+
+
+@jit
+def _follow(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Start while the kernel before ends, and wait for it: see _triton.py."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 @jit
@@ -61,8 +69,9 @@ def _ordered(x):  # type: ignore[no-untyped-def]
 @jit(do_not_specialize=_SIZES)
 def _count_kernel(  # type: ignore[no-untyped-def]
     sampled, cu_samples, sampled_end, sequence, position, row, whole, history, counts, context, vocab,
-    COUNTERS: tl.constexpr, CHUNK: tl.constexpr,
+    COUNTERS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    _follow(PDL)
     n = tl.program_id(0)
     owner, token = _owner(n, sampled, cu_samples, sampled_end, sequence, row)
     if owner < 0:
@@ -84,16 +93,17 @@ def _count_kernel(  # type: ignore[no-untyped-def]
 @jit(do_not_specialize=_SIZES)
 def _adjust_kernel(  # type: ignore[no-untyped-def]
     logits, sampled, cu_samples, sampled_end, sequence, position, row, whole, real, edits, allowed, counts, adjusted,
-    block_real, block_whole, vocab, blocks, max_edits, BLOCK: tl.constexpr,
+    block_real, block_whole, vocab, blocks, max_edits, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    _follow(PDL)
     n, b = tl.program_id(0), tl.program_id(1)
+    at = b * BLOCK + tl.arange(0, BLOCK)
+    inside = at < vocab
+    x = tl.load(logits + n.to(tl.int64) * vocab + at, mask=inside, other=-float("inf")).to(tl.float32)  # on its way
     owner, token = _owner(n, sampled, cu_samples, sampled_end, sequence, row)
     if owner < 0:
         return
     flags = tl.load(whole + owner * 6)
-    at = b * BLOCK + tl.arange(0, BLOCK)
-    inside = at < vocab
-    x = tl.load(logits + n.to(tl.int64) * vocab + at, mask=inside, other=-float("inf")).to(tl.float32)
     part = n.to(tl.int64) * blocks + b
     if (flags & 8) != 0:
         largest = tl.max(x, 0)
@@ -149,8 +159,10 @@ def _largest(block_real, n, blocks, BLOCKS: tl.constexpr):  # type: ignore[no-un
 @jit(do_not_specialize=_SIZES)
 def _weigh_kernel(  # type: ignore[no-untyped-def]
     logits, sampled, cu_samples, sampled_end, sequence, row, whole, real, adjusted, weights, block_real, block_whole,
-    block_weight, likely_token, vocab, blocks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SEGMENT: tl.constexpr,
+    block_weight, likely_token, vocab, blocks,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SEGMENT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    _follow(PDL)
     n, b = tl.program_id(0), tl.program_id(1)
     owner, _ = _owner(n, sampled, cu_samples, sampled_end, sequence, row)
     if owner < 0:
@@ -184,8 +196,9 @@ def _target(seed, position, total):  # type: ignore[no-untyped-def]
 def _pick_kernel(  # type: ignore[no-untyped-def]
     sampled, cu_samples, sampled_end, sequence, position, row, whole, real, adjusted, weights, block_real, block_whole,
     block_weight, likely_token, unsettled, tokens, vocab, blocks,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SEGMENT: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SEGMENT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    _follow(PDL)
     n = tl.program_id(0)
     owner, token = _owner(n, sampled, cu_samples, sampled_end, sequence, row)
     if owner < 0:
@@ -275,8 +288,9 @@ def _mass(adjusted, weights, line, vocab, least, edge, counting, BLOCK: tl.const
 @jit(do_not_specialize=_SIZES)
 def _pick_from_all_kernel(  # type: ignore[no-untyped-def]
     sampled, cu_samples, sampled_end, sequence, position, row, whole, real, adjusted, weights, unsettled, tokens, vocab,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    _follow(PDL)
     n = tl.program_id(0)
     if tl.load(unsettled + n) == 0:
         return
@@ -349,8 +363,9 @@ def _pick_from_all_kernel(  # type: ignore[no-untyped-def]
 @jit(do_not_specialize=_SIZES)
 def _report_kernel(  # type: ignore[no-untyped-def]
     logits, sampled, cu_samples, sampled_end, sequence, row, whole, block_real, block_whole, tokens, logprobs,
-    top_tokens, top_logprobs, vocab, blocks, max_logprobs, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    top_tokens, top_logprobs, vocab, blocks, max_logprobs, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    _follow(PDL)
     n = tl.program_id(0)
     owner, _ = _owner(n, sampled, cu_samples, sampled_end, sequence, row)
     if owner < 0:
@@ -395,12 +410,15 @@ def launch(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     num, vocab = logits.shape
     blocks, end = work.block_weight.shape[1], len(cu_samples) - 1
-    wide, exact = power_of_two(blocks), {"enable_fp_fusion": False}
+    pdl = dependent_launch(logits)
+    wide, follow = power_of_two(blocks), {"PDL": pdl, "launch_pdl": pdl}
+    exact = {"enable_fp_fusion": False} | follow
     assert logits.is_contiguous() and history.is_contiguous() and num <= len(work.tokens)
     given = sampled, cu_samples, end, sequence
     _count_kernel[(num, COUNTERS)](
-        *given, position, row, requests.whole, history, work.counts, history.shape[1], vocab, COUNTERS, _CHUNK
-    )
+        *given, position, row, requests.whole, history, work.counts, history.shape[1], vocab, COUNTERS, _CHUNK,
+        **follow,
+    )  # fmt: skip
     _adjust_kernel[(num, blocks)](
         logits, *given, position, row, requests.whole, requests.real, requests.edits, requests.allowed, work.counts,
         work.adjusted, work.block_real, work.block_whole, vocab, blocks, requests.edits.shape[2], BLOCK, num_warps=8,
@@ -422,7 +440,7 @@ def launch(
     )  # fmt: skip
     _report_kernel[(num,)](
         logits, *given, row, requests.whole, work.block_real, work.block_whole, work.tokens, work.logprobs,
-        work.top_tokens, work.top_logprobs, vocab, blocks, work.top_tokens.shape[1], BLOCK, wide, num_warps=8,
+        work.top_tokens, work.top_logprobs, vocab, blocks, work.top_tokens.shape[1], BLOCK, wide, num_warps=8, **follow,
     )  # fmt: skip
     return work.tokens[:num], work.logprobs[:num], work.top_tokens[:num], work.top_logprobs[:num]
 
@@ -433,7 +451,7 @@ def ahead_of_time() -> list[Build]:
     types = ints | dict.fromkeys(_SIZES, "i32") | {"allowed": "*u8", "real": "*fp64"}
     types |= dict.fromkeys(("whole", "weights", "block_weight", "tokens", "top_tokens"), "*i64")
     types |= dict.fromkeys(("adjusted", "block_real", "logprobs", "top_logprobs"), "*fp32")
-    sizes = {"BLOCK": BLOCK, "BLOCKS": 64, "SEGMENT": SEGMENT, "COUNTERS": COUNTERS, "CHUNK": _CHUNK}
+    sizes = {"BLOCK": BLOCK, "BLOCKS": 64, "SEGMENT": SEGMENT, "COUNTERS": COUNTERS, "CHUNK": _CHUNK, "PDL": False}
     kernels = [
         (_count_kernel, 4), (_adjust_kernel, 8), (_weigh_kernel, 8), (_pick_kernel, 16), (_pick_from_all_kernel, 16),
         (_report_kernel, 8),
