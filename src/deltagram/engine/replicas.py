@@ -111,9 +111,9 @@ def bring_together(
     way = "heads" if cuts[0].by_heads else "rows"
     why = "".join(f"; not {each}" for each in passed_over)
     note = f"the memory tables are split by {way} over {group.size} ranks; exchange: {run_ahead.exchange.name}{why}"
-    # The host carries collectives where ranks share a card, and no graph holds what the host does.
-    by_host = run_ahead.exchange.name == "collective" and not setup.communicator.on_device
-    capturable = not by_host and all(store.capturable for store in run_ahead.stores)
+    # Where ranks share a card the host carries collectives, which no graph holds: a slot that needs none must be enough.
+    largest = getattr(run_ahead.exchange, "max_slot", 0)
+    capturable = setup.communicator.on_device or max_tokens <= largest
     return Replicas(group, run_ahead, capturable), [note]
 
 
