@@ -93,7 +93,12 @@ def virtual_ranks(nbytes: int, ranks: int, device: torch.device) -> list[PeerMem
     """The memory of `ranks` ranks that one process plays, each on a stream of its own: how kernels that wait for each
     other are tested on one card, where processes would take turns."""
     buffers = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(ranks)]
-    return [PeerMemory(rank, device, lambda: (list(buffers), lambda: None), lambda: None) for rank in range(ranks)]
+
+    def open_(rank: int) -> Opened:
+        buffers[rank].zero_()
+        return list(buffers), lambda: None
+
+    return [PeerMemory(rank, device, partial(open_, rank), lambda: None) for rank in range(ranks)]
 
 
 def problem(nbytes: int, group: Group) -> str | None:
