@@ -4,8 +4,8 @@ A box is a table and the buffers of its lookups. A thread takes one piece of eac
 lookup holds up nobody else's, and a thread that wakes up late nobody at all. It asks for AHEAD rows before it copies
 one, as random rows are as far away as memory is. The threads' state and boxes are int64 words:
 
-    state    STOP, BELL (times it was rung), PLACES ... (addresses of boxes, 0 for none), BUSY ... (a thread each: the
-             place it is at, plus one)
+    state    STOP, BELL (times it was rung), PLACES ... (addresses of boxes, 0 for none), BUSY ... (8 a thread, for
+             a line of memory of its own: the place it is at, plus one)
     box      addresses of the table, of the ids, of the staged rows, of the word `asked`, and of a word a piece, DONE,
              that becomes the lookup's number when the piece is staged; bytes of a row; NEXT, like `asked`: the piece to
              be taken
@@ -15,16 +15,28 @@ from __future__ import annotations
 
 from deltagram.kernels._compiled import compiled, inlined
 from deltagram.kernels._layouts import BITS, PIECE
-from deltagram.kernels._shared_words import clear, copy, doze, look, post, relax, request, sleep_at, swap, wake_at
+from deltagram.kernels._shared_words import (
+    clear,
+    copy,
+    doze,
+    give_way,
+    look,
+    post,
+    relax,
+    request,
+    sleep_at,
+    swap,
+    wake_at,
+)
 from deltagram.kernels._vectors import get_long
 
 BOXES, MOST_THREADS = 64, 64
 STOP, BELL, PLACES = 0, 8, 16
 BUSY = PLACES + BOXES
-STATE_WORDS = BUSY + MOST_THREADS
+STATE_WORDS = BUSY + 8 * MOST_THREADS
 TABLE, IDS, STAGED, ASKED, DONE, ROW_BYTES, NEXT, BOX_WORDS = 0, 1, 2, 3, 4, 5, 8, 16
 AHEAD = 16  # rows
-_SPINS = 4000  # rounds without work, about a tenth of a millisecond, before a thread sleeps
+_SPINS, _YIELDS = 400, 2000  # rounds without work before a thread lets others run, and before it sleeps: some 0.5 ms
 _LONG = 50_000  # rounds, about a second of them asleep, before thread 0 sleeps longer
 
 
@@ -80,7 +92,7 @@ def serve(thread: int, state: int) -> None:
     while look(state + 8 * STOP) == 0:
         rung, found = look(state + 8 * BELL), False
         for place in range(BOXES):
-            at, busy = state + 8 * (PLACES + place), state + 8 * (BUSY + thread)
+            at, busy = state + 8 * (PLACES + place), state + 8 * (BUSY + 8 * thread)
             box = look(at)
             if box == 0:
                 continue
@@ -89,7 +101,7 @@ def serve(thread: int, state: int) -> None:
                 found = True
             post(busy, 0)
         if found:
-            if thread == 0 and idle > _SPINS:
+            if thread == 0 and idle > _YIELDS:
                 post(state + 8 * BELL, rung + 1)
                 wake_at(state + 8 * BELL)
             idle = 0
@@ -99,6 +111,8 @@ def serve(thread: int, state: int) -> None:
             idle += 1
             if idle <= _SPINS:
                 relax()
+            elif idle <= _YIELDS:
+                give_way()
             elif thread == 0:
                 doze(20 if idle < _LONG else 1000)
             else:

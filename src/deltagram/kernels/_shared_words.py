@@ -5,8 +5,8 @@ All are known by their addresses:
     look(p)  the int64 at address p, before everything that follows;    post(p, x)  writes it, after everything before
     swap(p, old, new)  writes `new` if the word is `old`: whether it was
     sleep_at(p, seen)  until `wake_at(p)`, unless the word is no longer `seen`;    doze(us)  for microseconds
-    relax()  a moment, for loops that wait;    request(p)  starts to bring a line of memory;    copy(to, p, n)  n bytes
-    clear(p, n)  n zero bytes
+    relax()  a moment, for loops that wait;    give_way()  lets others run
+    request(p)  starts to bring a line of memory;    copy(to, p, n)  n bytes;    clear(p, n)  n zero bytes
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ _MOMENT = {"x86_64": ("llvm.x86.sse2.pause", []), "aarch64": ("llvm.aarch64.hint
 
 _system: Any = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
 _usleep: Any = types.ExternalFunction("usleep", types.int32(types.uint32))
+_yield: Any = types.ExternalFunction("sched_yield", types.int32())
 
 
 @intrinsic
@@ -105,6 +106,11 @@ def sleep_at(p, seen):  # type: ignore[no-untyped-def]
 @inlined
 def wake_at(p):  # type: ignore[no-untyped-def]
     _system(_FUTEX, p, _WAKE_PRIVATE, 1 << 30, 0, 0, 0)
+
+
+@inlined
+def give_way():  # type: ignore[no-untyped-def]
+    _yield()
 
 
 @inlined

@@ -14,13 +14,16 @@ from deltagram.ngram.host_step import CAPACITY, HostStep
 
 
 class GatherThreads:
-    """Threads of kernels/_host_threads.py: `count` of them, one fewer than this process has processors by default."""
+    """Threads of kernels/_host_threads.py: `count` of them, by default two fewer than this process has processors.
+
+    One is for the thread that launches steps, and one to spare: a thread that has to share its processor is late.
+    """
 
     def __init__(self, count: int | None = None) -> None:
         from deltagram.kernels import _host_threads as native
 
         self.native = native
-        count = count or len(os.sched_getaffinity(0)) - 1
+        count = count or len(os.sched_getaffinity(0)) - 2
         count = min(max(count, 1), native.MOST_THREADS)
         self.state = torch.zeros(native.STATE_WORDS, dtype=torch.int64)
         self._lock = threading.Lock()
@@ -51,7 +54,7 @@ class GatherThreads:
     def remove(self, place: int) -> None:
         """Serve the box at `place` no more; when this returns, no thread is at it."""
         self.state[self.native.PLACES + place] = 0
-        busy = self.state[self.native.BUSY : self.native.BUSY + len(self.threads)]
+        busy = self.state[self.native.BUSY :: 8]
         while (busy == place + 1).any() and not self.state[self.native.STOP]:
             time.sleep(1e-5)
 

@@ -12,6 +12,7 @@ wake up, and `check` when the step is over: it raises for a step that went witho
 import threading
 import time
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -25,7 +26,8 @@ from deltagram.ngram.helpers import HelperError
 
 CAPACITY = 1 << 17  # rows of one lookup; larger ones are several
 POLLS = 2_000_000  # of about a microsecond
-CHUNK = 64  # pieces copied at a time
+CHUNK = 64  # pieces that a function fetches at a time
+_MOST, _LEAST = 128, 64  # pieces copied at a time
 _IDLE = 20e-6  # seconds between two looks at what is asked
 
 
@@ -45,6 +47,7 @@ class HostStep:
         # Who writes to a line of memory has it to itself: the device, the device when a wait has failed, the host.
         self.asked, self.failed, self.done = words[:1], words[8:9], words[16:]
         self.counters = torch.zeros(2, dtype=torch.int64, device=device)
+        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def lookup(self, ids: Tensor, dtype: torch.dtype | None, scale: Tensor | None, out: Tensor | None = None) -> Tensor:
         """RowStore.lookup, captured or not. Nobody waits but the device."""
@@ -66,11 +69,18 @@ class HostStep:
         if not len(ids):
             return
         host_ask(ids, self.ids, self.asked, self.counters)
-        for first in range(0, -(-len(ids) // PIECE), CHUNK):
-            last = min(first + CHUNK, -(-len(ids) // PIECE))
+        for first, last in chunks(-(-len(ids) // PIECE)):
             flag_wait(self.done[first:last], self.counters[:1], self.failed, POLLS)
             part = slice(first * PIECE, min(last * PIECE, len(ids)))
-            rows[part].copy_(self.staged[part], non_blocking=True)
+            if self._beside is None:
+                rows[part].copy_(self.staged[part])
+                continue
+            # Copies on a stream of their own follow one another, and the next wait goes on beside them.
+            self._beside.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self._beside):
+                rows[part].copy_(self.staged[part], non_blocking=True)
+        if self._beside is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._beside)
 
     def wake(self) -> None:
         """Before a replay: its lookups find the helpers awake."""
@@ -82,6 +92,16 @@ class HostStep:
 
     def close(self) -> None:
         """End what serves the lookups; later ones fail."""
+
+
+def chunks(pieces: int) -> list[tuple[int, int]]:
+    """First and last, exclusive, of the pieces that are copied together: at most _MOST, of few the half, and fewer at
+    the end, whose copy nothing hides."""
+    ends = [0]
+    while left := pieces - ends[-1]:
+        size = min(_MOST, max(_LEAST, -(-left // 2)))
+        ends.append(pieces if left - size < _LEAST // 2 else ends[-1] + size)
+    return list(pairwise(ends))
 
 
 class FetchedRows(HostStep):
