@@ -205,7 +205,10 @@ def _sizes(full: bool, heads: int, size: int, num_sequences: int) -> dict[str, i
     """`full`: fp32 inputs, whose products no tensor core takes."""
     rows, columns = power_of_two(heads), power_of_two(size, 16)
     tile = {"TOKENS": max(1, (16 if full else 64) // rows), "BH": rows, "BD": columns}
-    return tile | {"BN": 32 if full else 128 if columns <= 128 else 64, "NB": power_of_two(num_sequences, 256)}
+    return tile | {
+        "BN": 32 if full else 128 if columns <= 128 else 64,
+        "NB": 32 if num_sequences <= 32 else power_of_two(num_sequences, 256),
+    }
 
 
 def ahead_of_time() -> list[Build]:

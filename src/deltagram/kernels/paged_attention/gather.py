@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deltagram.kernels._triton import Build, jit, power_of_two, tl
 from deltagram.kernels.paged_attention.split import LOG2_E, SHAPES, TYPES, query_tile
-from deltagram.kernels.paged_attention.tile import MOST_COUNTERS, counters, give, merge, merge_tile, take
+from deltagram.kernels.paged_attention.tile import MOST_COUNTERS, counters, gated, merge, merge_tile, rows_at, take
 
 SIZE = 512  # keys of a part
 
@@ -67,8 +67,9 @@ def _kernel(  # type: ignore[no-untyped-def]
     whole = real[:, None] & (d < D)[None, :]
     if n < 0:  # padding
         if part == 0:
-            zeroed = (t * (HKV * GROUP) + head) * D
-            tl.store(out + zeroed[:, None] + d[None, :], tl.zeros([ROWS, BD], out.dtype.element_ty), mask=whole)
+            tl.store(
+                rows_at(out, t, head, HKV * GROUP * D, D, d), tl.zeros([ROWS, BD], out.dtype.element_ty), mask=whole
+            )
         return
     place = tl.load(position + t)
     complete = (place + 1) // BLOCK
@@ -80,8 +81,8 @@ def _kernel(  # type: ignore[no-untyped-def]
     if low >= count:
         return
     table = page_table + tl.load(row + n).to(tl.int64) * pages
-    asked = q + t * q_stride + head * D
-    query = tl.load(asked[:, None] + d[None, :], mask=whole, other=0)
+    z = tl.load(rows_at(gate, t, head, gate_stride, gate_head, d), mask=whole & GATED, other=0)
+    query = tl.load(rows_at(q, t, head, q_stride, D, d), mask=whole, other=0)
     acc = tl.zeros([ROWS, BD], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -100,7 +101,8 @@ def _kernel(  # type: ignore[no-untyped-def]
         value = tl.load(v_cache + line[:, None] + d[None, :], mask=inside, other=0)
         acc, top, total = take(acc, top, total, query, key, value, seen[None, :], scale, True)
     if count <= SIZE:
-        give(acc / total[:, None], gate, out, gate_stride, gate_head, t, head, real, HKV * GROUP, D, GATED)
+        result = gated(acc / total[:, None], z, GATED).to(out.dtype.element_ty)
+        tl.store(rows_at(out, t, head, HKV * GROUP * D, D, d), result, mask=whole)
     else:
         kept = t * (HKV * GROUP) + head
         tl.store(parts + ((kept * places + part) * D)[:, None] + d[None, :], acc, mask=whole)
@@ -162,9 +164,9 @@ def _sizes(group: int, size: int, listed: int, block_size: int) -> dict[str, int
 
 def builds() -> list[Build]:
     made = []
-    for dtype, key_heads, group, size, gated in SHAPES:
+    for dtype, key_heads, group, size, has_gate in SHAPES:
         types = TYPES | dict.fromkeys(("q", "k_cache", "v_cache", "gate", "out"), dtype)
-        constants = {"GATED": gated, "HKV": key_heads, "GROUP": group, "D": size, "PAGE": 64}
+        constants = {"GATED": has_gate, "HKV": key_heads, "GROUP": group, "D": size, "PAGE": 64}
         constants |= {"LISTED": 128, "BLOCK": 16, **_sizes(group, size, 128, 16)}
         made.append(Build(_kernel, types, constants, _OPTIONS))
     return made

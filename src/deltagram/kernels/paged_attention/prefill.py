@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deltagram.kernels._triton import Build, jit, power_of_two, tl
 from deltagram.kernels.paged_attention.split import LOG2_E, SHAPES, TYPES, query_tile
-from deltagram.kernels.paged_attention.tile import give, take
+from deltagram.kernels.paged_attention.tile import gated, rows_at, sequence_tile, take
 
 
 @jit
@@ -88,8 +88,8 @@ def _kernel(  # type: ignore[no-untyped-def]
     head = h * GROUP + rows % GROUP
     token = (begin + offset + rows // GROUP).to(tl.int64)
     real = (rows < TOKENS * GROUP) & (place <= last)
-    line = q + token * q_stride + head * D
-    query = tl.load(line[:, None] + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0)
+    whole = real[:, None] & (d < D)[None, :]
+    query = tl.load(rows_at(q, token, head, q_stride, D, d), mask=whole, other=0)
     acc = tl.zeros([ROWS, BD], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -101,7 +101,9 @@ def _kernel(  # type: ignore[no-untyped-def]
         acc, top, total, query, k_cache, v_cache, table, h, place, shared, last + 1, last, scale, HKV, D, PAGE, BN, BD,
         True,
     )  # fmt: skip
-    give(acc / total[:, None], gate, out, gate_stride, gate_head, token, head, real, HKV * GROUP, D, GATED)
+    z = tl.load(rows_at(gate, token, head, gate_stride, gate_head, d), mask=whole & GATED, other=0)
+    result = gated(acc / total[:, None], z, GATED).to(out.dtype.element_ty)
+    tl.store(rows_at(out, token, head, HKV * GROUP * D, D, d), result, mask=whole)
 
 
 def launch(
@@ -133,7 +135,7 @@ def launch(
 
 def _sizes(full: bool, group: int, size: int, num_sequences: int) -> dict[str, int]:
     tile = query_tile(group, 32 if full else 128) | {"BD": power_of_two(size, 16), "BN": 32 if full else 64}
-    return tile | {"NB": power_of_two(num_sequences, 256)}
+    return tile | sequence_tile(num_sequences)
 
 
 def _options(full: bool) -> dict[str, int]:
@@ -142,9 +144,9 @@ def _options(full: bool) -> dict[str, int]:
 
 def builds() -> list[Build]:
     made = []
-    for dtype, key_heads, group, size, gated in SHAPES:
+    for dtype, key_heads, group, size, has_gate in SHAPES:
         types = TYPES | dict.fromkeys(("q", "k_cache", "v_cache", "gate", "out"), dtype)
-        constants = {"GATED": gated, "HKV": key_heads, "GROUP": group, "D": size, "PAGE": 64}
+        constants = {"GATED": has_gate, "HKV": key_heads, "GROUP": group, "D": size, "PAGE": 64}
         full = dtype == "*fp32"
         made.append(Build(_kernel, types, constants | _sizes(full, group, size, 1), _options(full)))
     return made

@@ -17,7 +17,17 @@ import torch
 from torch import Tensor
 
 from deltagram.kernels._triton import Build, jit, power_of_two, tl
-from deltagram.kernels.paged_attention.tile import MOST_COUNTERS, counters, give, merge, merge_tile, part_size, take
+from deltagram.kernels.paged_attention.tile import (
+    MOST_COUNTERS,
+    counters,
+    gated,
+    merge,
+    merge_tile,
+    part_size,
+    rows_at,
+    sequence_tile,
+    take,
+)
 
 LEAST, MOST = 128, 64  # keys of a part, parts
 
@@ -95,13 +105,14 @@ def _kernel(  # type: ignore[no-untyped-def]
             token = (begin + place - past).to(tl.int64)
             head = h * GROUP + rows % GROUP
             real = (rows < TOKENS * GROUP) & (place >= past) & (place < end)
-            asked = q + token * q_stride + head * D
-            query = tl.load(asked[:, None] + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0)
+            whole = real[:, None] & (d < D)[None, :]
+            next_page = tl.load(table + low // PAGE)  # a tile ahead: loads that wait for a load get fewer buffers
+            z = tl.load(rows_at(gate, token, head, gate_stride, gate_head, d), mask=whole & GATED, other=0)  # for later
+            query = tl.load(rows_at(q, token, head, q_stride, D, d), mask=whole, other=0)
             acc = tl.zeros([ROWS, BD], tl.float32)
             top = tl.full([ROWS], float("-inf"), tl.float32)
             total = tl.zeros([ROWS], tl.float32)
             high = tl.minimum(low + keys, last)
-            next_page = tl.load(table + low // PAGE)  # a tile ahead: loads that wait for a load get fewer buffers
             for at in range(low, high, BN):
                 key_at = at + tl.arange(0, BN)
                 page = next_page.to(tl.int64)
@@ -113,12 +124,12 @@ def _kernel(  # type: ignore[no-untyped-def]
                 visible = (key_at[None, :] <= place[:, None]) & (key_at < high)[None, :]
                 acc, top, total = take(acc, top, total, query, key, value, visible, scale, True)
             if group < keys:  # one part: done
-                whole = acc / total[:, None]
-                give(whole, gate, out, gate_stride, gate_head, token, head, real, HKV * GROUP, D, GATED)
+                result = gated(acc / total[:, None], z, GATED).to(out.dtype.element_ty)
+                tl.store(rows_at(out, token, head, HKV * GROUP * D, D, d), result, mask=whole)
             else:
                 kept = token * (HKV * GROUP) + head
                 to = parts + (kept * places + part) * D
-                tl.store(to[:, None] + d[None, :], acc, mask=real[:, None] & (d < D)[None, :])
+                tl.store(to[:, None] + d[None, :], acc, mask=whole)
                 tl.store(weights + kept * 2 * places + part, top, mask=real)
                 tl.store(weights + (kept * 2 + 1) * places + part, total, mask=real)
                 tl.debug_barrier()  # all of the program's writes come before its count
@@ -188,8 +199,8 @@ def query_tile(group: int, least: int) -> dict[str, int]:
 def _sizes(full: bool, group: int, size: int, num_sequences: int) -> dict[str, int]:
     """`full`: fp32 inputs, whose products no tensor core takes."""
     tile = query_tile(group, 16) | {"BD": power_of_two(size, 16), "BN": 32 if full or size > 256 else 64}
-    tile |= {"NB": power_of_two(num_sequences, 256), "LEAST": LEAST, "MOST": MOST}
-    return tile | merge_tile(group, size)
+    tile |= {"LEAST": LEAST, "MOST": MOST}
+    return tile | sequence_tile(num_sequences) | merge_tile(group, size)
 
 
 TYPES = (
@@ -203,8 +214,8 @@ SHAPES = (("*bf16", 4, 4, 256, True), ("*bf16", 2, 8, 128, False), ("*fp32", 2, 
 
 def builds() -> list[Build]:
     made = []
-    for dtype, key_heads, group, size, gated in SHAPES:
+    for dtype, key_heads, group, size, has_gate in SHAPES:
         types = TYPES | dict.fromkeys(("q", "k_cache", "v_cache", "gate", "out"), dtype)
-        constants = {"GATED": gated, "HKV": key_heads, "GROUP": group, "D": size, "PAGE": 64}
+        constants = {"GATED": has_gate, "HKV": key_heads, "GROUP": group, "D": size, "PAGE": 64}
         made.append(Build(_kernel, types, constants | _sizes(dtype == "*fp32", group, size, 1), OPTIONS))
     return made

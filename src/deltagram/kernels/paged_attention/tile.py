@@ -30,18 +30,17 @@ def take(acc, top, total, query, key, value, visible, scale, MASKED: tl.constexp
 
 
 @jit
-def give(  # type: ignore[no-untyped-def]
-    result, gate, out, gate_stride, gate_head, token, head, real, HQ: tl.constexpr, D: tl.constexpr, GATED: tl.constexpr
-):
-    """Write rows of the result [ROWS, BD], gated. token (int64), head and real: [ROWS]."""
-    d = tl.arange(0, result.shape[1])[None, :]
-    inside = real[:, None] & (d < D)
+def rows_at(base, token, head, stride, head_stride, d):  # type: ignore[no-untyped-def]
+    """Pointers to rows [ROWS, BD] of q, gate or out. token (int64), head: [ROWS], or one of them a number."""
+    return base + (token * stride + head * head_stride)[:, None] + d[None, :]
+
+
+@jit
+def gated(result, z, GATED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The result times sigmoid(z), or the result."""
     if GATED:
-        line = token * gate_stride + head * gate_head
-        z = tl.load(gate + line[:, None] + d, mask=inside, other=0).to(tl.float32)
-        result = result / (1 + tl.exp(-z))
-    line = (token * HQ + head) * D
-    tl.store(out + line[:, None] + d, result.to(out.dtype.element_ty), mask=inside)
+        result = result / (1 + tl.exp(-z.to(tl.float32)))
+    return result
 
 
 @jit
@@ -71,7 +70,7 @@ def merge(  # type: ignore[no-untyped-def]
     totals = tl.load(at + places, mask=here, other=0, cache_modifier=".cg")
     top = tl.max(tl.where((g < GROUP)[:, None], tops, 0.0), 1)
     total = tl.sum(totals * tl.exp2(tops - top[:, None]), 1)
-    d = tl.arange(0, BD)[None, None, :]
+    deep = tl.arange(0, BD)[None, None, :]
     acc = tl.zeros([BG, BD], tl.float32)
     for low in range(0, count, BP):
         q = low + tl.arange(0, BP)[None, :]
@@ -80,13 +79,21 @@ def merge(  # type: ignore[no-untyped-def]
             weights + (line * 2 * places)[:, None] + q, mask=some, other=float("-inf"), cache_modifier=".cg"
         )
         share = tl.exp2(share - top[:, None])
-        source = ((line * places)[:, None] + q)[:, :, None] * D + d
-        sums = tl.load(parts + source, mask=some[:, :, None] & (d < D), other=0, cache_modifier=".cg")
+        source = ((line * places)[:, None] + q)[:, :, None] * D + deep
+        sums = tl.load(parts + source, mask=some[:, :, None] & (deep < D), other=0, cache_modifier=".cg")
         acc += tl.sum(sums * share[:, :, None], 1)
     total = tl.where(g < GROUP, total, 1.0)
-    give(
-        acc / total[:, None], gate, out, gate_stride, gate_head, token + g * 0, first_head + g, g < GROUP, HQ, D, GATED
-    )
+    d = tl.arange(0, BD)
+    inside = (g < GROUP)[:, None] & (d < D)[None, :]
+    z = tl.load(rows_at(gate, token, first_head + g, gate_stride, gate_head, d), mask=inside & GATED, other=0)
+    whole = gated(acc / total[:, None], z, GATED).to(out.dtype.element_ty)
+    tl.store(rows_at(out, token, first_head + g, HQ * D, D, d), whole, mask=inside)
+
+
+def sequence_tile(num_sequences: int) -> dict[str, int]:
+    """How many sequences a program looks through at once. A warp has 32 to itself; past that, few sizes, since each is
+    a kernel of its own."""
+    return {"NB": 32 if num_sequences <= 32 else power_of_two(num_sequences, 256)}
 
 
 def merge_tile(group: int, size: int) -> dict[str, int]:
