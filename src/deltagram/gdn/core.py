@@ -6,6 +6,7 @@ is an eager one.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from deltagram.kernels.gated_delta_chunk import gated_delta_chunk
 from deltagram.kernels.gated_delta_decode import gated_delta_decode
 from deltagram.kernels.gated_delta_prep import gated_delta_prep
 from deltagram.kernels.gated_delta_recurrent import gated_delta_recurrent
+from deltagram.kernels.rms_norm_gated import rms_norm_gated
 from deltagram.step.sequences import SequenceTable
 
 
@@ -27,6 +29,15 @@ class LayerState:
     recurrent: Tensor
     conv: Tensor
     drafts: tuple[Tensor, Tensor, Tensor] | None = None
+
+
+class Gate(NamedTuple):
+    """The gated norm at the end: see rms_norm_gated. z [T, HV, V], weight fp32 [V]."""
+
+    z: Tensor
+    weight: Tensor
+    eps: float
+    activation: str
 
 
 def forward_core(
@@ -41,15 +52,23 @@ def forward_core(
     key_dim: int,
     state: LayerState,
     impl: Impl = None,
+    gate: Gate | None = None,
 ) -> Tensor:
-    """qkv [T, 2 H K + HV V], a and b [T, HV] -> the layer's heads [T, HV, V] before norm and gate; `state` is updated.
+    """qkv [T, 2 H K + HV V], a and b [T, HV] -> the layer's heads [T, HV, V], through `gate` if given; `state` is
+    updated.
 
     Tokens stay where they are: each op takes the rows of its own kind and leaves the others. Nobody writes the rows of
     padding, and the gated norm does not read them.
     """
     plain = state.drafts is None and state.recurrent.dtype == a.dtype == torch.float32
     body = choose(impl, qkv, _op_by_op, _at_once, _head_by_head if plain else _op_by_op)
-    return body(table, qkv, a, b, conv_weight, A_log, dt_bias, num_key_heads, key_dim, state, impl)
+    return body(table, qkv, a, b, conv_weight, A_log, dt_bias, num_key_heads, key_dim, state, gate, impl)
+
+
+def _gated(heads: Tensor, gate: Gate | None, table: SequenceTable, impl: Impl) -> Tensor:
+    if gate is None:
+        return heads
+    return rms_norm_gated(heads, gate.z, gate.weight, table.cu_tokens, gate.eps, gate.activation, impl)
 
 
 def _op_by_op(
@@ -63,6 +82,7 @@ def _op_by_op(
     num_key_heads: int,
     key_dim: int,
     state: LayerState,
+    gate: Gate | None,
     impl: Impl,
 ) -> Tensor:
     """The plain path, and that of a CPU with drafts: each op over all tokens."""
@@ -77,7 +97,7 @@ def _op_by_op(
     )
     if t.bucket.mixed:
         gated_delta_chunk(q, k, v, g, beta, pool, t.chunks, t.kind, t.cu_tokens, t.start, t.slot, out, impl)
-    return out
+    return _gated(out, gate, t, impl)
 
 
 _compiled = on_cpu("gated_delta_core")
@@ -94,13 +114,14 @@ def _head_by_head(
     num_key_heads: int,
     key_dim: int,
     state: LayerState,
+    gate: Gate | None,
     impl: Impl,
 ) -> Tensor:
     """On a CPU, without drafts: every op for one head, then for the next."""
-    t, sizes = table, (num_key_heads, key_dim)
-    pools = state.conv, state.recurrent
+    t, sizes, pools = table, (num_key_heads, key_dim), (state.conv, state.recurrent)
+    norm = (None, None, 0.0, False) if gate is None else (gate.z, gate.weight, gate.eps, gate.activation == "silu")
     heads: Tensor = _compiled(
-        qkv, a, b, conv_weight, A_log, dt_bias, *sizes, *pools, t.kind, t.cu_tokens, t.start, t.slot
+        qkv, a, b, conv_weight, A_log, dt_bias, *sizes, *pools, t.kind, t.cu_tokens, t.start, t.slot, *norm
     )
     return heads
 
@@ -116,6 +137,7 @@ def _at_once(
     num_key_heads: int,
     key_dim: int,
     state: LayerState,
+    gate: Gate | None,
     impl: Impl,
 ) -> Tensor:
     """Decode and verify sequences in one launch; then prefill, whose ops go over all tokens: what they do again for the
@@ -132,4 +154,4 @@ def _at_once(
         )
         q, k, v, g, beta = gated_delta_prep(convolved, a, b, A_log, dt_bias, num_key_heads, key_dim, impl)
         gated_delta_chunk(q, k, v, g, beta, pool, t.chunks, t.kind, t.cu_tokens, t.start, t.slot, out, impl)
-    return out
+    return _gated(out, gate, t, impl)

@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from deltagram.gdn.core import LayerState, forward_core
+from deltagram.gdn.core import Gate, LayerState, forward_core
 from deltagram.kernels._norm import Norm
-from deltagram.kernels.rms_norm_gated import rms_norm_gated
 from deltagram.layers.basic import Factory, Linear
 from deltagram.step.sequences import SequenceTable
 
@@ -53,12 +52,10 @@ class GatedDeltaNet:
         """x [T, hidden], which goes through `norm` first -> [T, hidden], added to `residual`."""
         assert self.state is not None, "the layer has no pool"
         qkv, z, b, a = self.project.split(x, norm)
-        heads = forward_core(
-            table, qkv, a, b, self.conv, self.A_log, self.dt_bias, self.num_key_heads, self.key_dim, self.state
-        )
-        z = z.unflatten(1, (self.num_value_heads, self.value_dim))
-        normed = rms_norm_gated(heads, z, self.norm, table.cu_tokens, self.eps, self.gate)
-        return self.out(normed.flatten(1), residual=residual)
+        weights, sizes = (self.conv, self.A_log, self.dt_bias), (self.num_key_heads, self.key_dim)
+        gate = Gate(z.unflatten(1, (self.num_value_heads, self.value_dim)), self.norm, self.eps, self.gate)
+        heads = forward_core(table, qkv, a, b, *weights, *sizes, self.state, gate=gate)
+        return self.out(heads.flatten(1), residual=residual)
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         return self.project.tensors(prefix) | self._common(prefix)

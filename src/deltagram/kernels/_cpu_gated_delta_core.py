@@ -1,5 +1,5 @@
 """Compiled body of gdn/core.py, for steps without drafts: what its ops do, for one key head of one sequence after the
-other, so that nothing but projections, states and the heads' output goes to memory.
+other, so that nothing but projections, states and the gated output goes to memory.
 
 Prefill goes as in _cpu_gated_delta_chunk.py and decode as in _cpu_gated_delta_recurrent.py: the same bits.
 """
@@ -24,10 +24,11 @@ from deltagram.kernels._cpu_gated_delta_chunk import (
 )
 from deltagram.kernels._cpu_gated_delta_prep import log_decay, strength, unit_row
 from deltagram.kernels._cpu_gated_delta_recurrent import one_token
+from deltagram.kernels._cpu_rms_norm_gated import gated_row
 from deltagram.kernels._packed import room
 from deltagram.kernels._products import PRODUCT, product
 from deltagram.kernels._threads import spread, threaded
-from deltagram.kernels._vectors import get, get_int, put
+from deltagram.kernels._vectors import LANES, get, get_int, put, splat, store
 
 
 @inlined
@@ -46,7 +47,7 @@ def _kernel(
     first: int, last: int, scratch: int, f: int, x: int, x_stride: int, a: int, a_stride: int, b: int, b_stride: int,
     weight: int, width: int, ring: int, length: int, A_log: int, dt_bias: int, heads: int, value_heads: int,
     key_dim: int, value_dim: int, wide: int, state: int, sequences: int, kind: int, cu_tokens: int, start: int,
-    slot: int, out: int,
+    slot: int, z: int, z_stride: int, norm: int, eps: float, smooth: int, rows: int, out: int,
 ) -> None:  # fmt: skip
     group, keys = value_heads // heads, heads * key_dim
     values, channels = group * value_dim, 2 * keys + value_heads * value_dim
@@ -83,10 +84,9 @@ def _kernel(
                         v + 4 * i * values,
                     )  # fmt: skip
                     for j in range(group):
-                        gates = 4 * (t + i)
-                        decay = np.exp(log_decay(a + gates * a_stride, A_log, dt_bias, h * group + j))
-                        put(decays, FOUR * j + i, decay)
-                        put(betas, FOUR * j + i, strength(b + gates * b_stride, h * group + j))
+                        hv, a_t, b_t = h * group + j, a + 4 * (t + i) * a_stride, b + 4 * (t + i) * b_stride
+                        put(decays, FOUR * j + i, np.exp(log_decay(a_t, A_log, dt_bias, hv)))
+                        put(betas, FOUR * j + i, strength(b_t, hv))
                 else:
                     copy_row(v, values, v + 4 * i * values)
                     for j in range(group):
@@ -108,23 +108,35 @@ def _kernel(
                         s, kq, v + 4 * j * value_dim, kq + 4 * FOUR * key_dim, key_dim, value_dim,
                         get(decays, FOUR * j), get(betas, FOUR * j), s, to + 4 * j * value_dim,
                     )  # fmt: skip
+            for i in range(some if z != 0 else 0):
+                for j in range(group):
+                    at = to + 4 * (i * value_heads + j) * value_dim
+                    gates = z + 4 * ((t + i) * z_stride + (h * group + j) * value_dim)
+                    gated_row(at, gates, norm, value_dim, eps, smooth, at)
         if what == 2:
             for j in range(group):
                 from_panels(states + 4 * j * wide * key_dim, key_dim, value_dim, held + 4 * j * each)
         keep_inputs(x, x_stride, begin, end, past, line, length, channels, q_at, q_at + key_dim)
         keep_inputs(x, x_stride, begin, end, past, line, length, channels, k_at, k_at + key_dim)
         keep_inputs(x, x_stride, begin, end, past, line, length, channels, v_at, v_at + values)
+        if n == sequences - 1:  # padding
+            for t in range(get_int(cu_tokens, sequences), rows):
+                for i in range(0, values, LANES):
+                    store(out + 4 * (t * value_heads * value_dim + h * values), i, values, splat(0.0))
 
 
 def gated_delta_core(
     qkv: Tensor, a: Tensor, b: Tensor, conv_weight: Tensor, A_log: Tensor, dt_bias: Tensor, heads: int, key_dim: int,
-    ring: Tensor, state: Tensor, kind: Tensor, cu_tokens: Tensor, start: Tensor, slot: Tensor,
+    ring: Tensor, state: Tensor, kind: Tensor, cu_tokens: Tensor, start: Tensor, slot: Tensor, z: Tensor | None,
+    norm: Tensor | None, eps: float, smooth: bool,
 ) -> Tensor:  # fmt: skip
     rows, width = len(qkv), conv_weight.shape[1]
     value_heads, value_dim = state.shape[1:3]
     assert qkv.stride(1) == 1 and a.stride(1) == 1 and b.stride(1) == 1
     assert conv_weight.is_contiguous() and ring.is_contiguous() and state.is_contiguous()
+    assert z is None or z.stride()[1:] == (value_dim, 1)
     out = torch.empty(rows, value_heads, value_dim)
+    gating = (0, 0, 0) if z is None or norm is None else (z.data_ptr(), z.stride(0), norm.data_ptr())
     group = value_heads // heads
     values, wide, units = group * value_dim, group * room(value_dim), heads * len(kind)
     scratch = 2 * width + width * (2 * key_dim + values) + 2 * FOUR * key_dim + FOUR * values + 2 * FOUR * wide + WORK
@@ -133,6 +145,6 @@ def gated_delta_core(
         qkv.data_ptr(), qkv.stride(0), a.data_ptr(), a.stride(0), b.data_ptr(), b.stride(0), conv_weight.data_ptr(),
         width, ring.data_ptr(), ring.shape[1], A_log.data_ptr(), dt_bias.data_ptr(), heads, value_heads, key_dim,
         value_dim, room(value_dim), state.data_ptr(), len(kind), kind.data_ptr(), cu_tokens.data_ptr(),
-        start.data_ptr(), slot.data_ptr(), out.data_ptr(),
+        start.data_ptr(), slot.data_ptr(), *gating, eps, smooth, rows, out.data_ptr(),
     )  # fmt: skip
     return out

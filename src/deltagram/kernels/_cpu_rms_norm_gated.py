@@ -5,8 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deltagram.kernels._compiled import inlined
 from deltagram.kernels._threads import spread, threaded
 from deltagram.kernels._vectors import LANES, get_int, inverse_rms, load, multiply, sigmoid, silu, splat, store
+
+
+@inlined
+def gated_row(x, z, w, size, eps, smooth, y):  # type: ignore[no-untyped-def]
+    """One head: y = w * x / sqrt(mean(x^2) + eps) times silu(z), or sigmoid(z) if not `smooth`. y may be x."""
+    scale = splat(inverse_rms(x, size, eps))
+    for i in range(0, size, LANES):
+        gate = load(z, i, size)
+        gate = silu(gate) if smooth else sigmoid(gate)
+        store(y, i, size, multiply(multiply(multiply(load(x, i, size), scale), load(w, i, size)), gate))
 
 
 @threaded
@@ -17,20 +28,12 @@ def _kernel(
     real = get_int(cu_tokens, sequences)
     for t in range(first, last):
         for h in range(heads):
-            at, gates, out = (
-                x + 4 * (t * heads + h) * size,
-                z + 4 * (t * z_stride + h * size),
-                y + 4 * (t * heads + h) * size,
-            )
-            if t >= real:
+            at, out = x + 4 * (t * heads + h) * size, y + 4 * (t * heads + h) * size
+            if t < real:
+                gated_row(at, z + 4 * (t * z_stride + h * size), w, size, eps, smooth, out)
+            else:
                 for i in range(0, size, LANES):
                     store(out, i, size, splat(0.0))
-                continue
-            scale = splat(inverse_rms(at, size, eps))
-            for i in range(0, size, LANES):
-                gate = load(gates, i, size)
-                gate = silu(gate) if smooth else sigmoid(gate)
-                store(out, i, size, multiply(multiply(multiply(load(at, i, size), scale), load(w, i, size)), gate))
 
 
 def rms_norm_gated(x: Tensor, z: Tensor, weight: Tensor, cu_tokens: Tensor, eps: float, activation: str) -> Tensor:

@@ -34,7 +34,7 @@ def row_decode(
         out = torch.empty(*ids.shape, dim)
     assert table.is_contiguous() and ids.is_contiguous() and out.is_contiguous()
     spread(
-        _kernel, ids.numel(), 2048, 0, table.data_ptr(), table.shape[1], ids.data_ptr(), ids.itemsize == 8, dim,
+        _kernel, ids.numel(), 512, 0, table.data_ptr(), table.shape[1], ids.data_ptr(), ids.itemsize == 8, dim,
         values == torch.bfloat16, out.data_ptr(),
     )  # fmt: skip
     return out

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltagram.gdn.core import LayerState, forward_core
+from deltagram.gdn.core import Gate, LayerState, forward_core
 from deltagram.gdn.state import allocate, draft_rings, ring_length
 from deltagram.kernels._triton import Impl
 from deltagram.step.history import TokenHistory
@@ -130,11 +130,12 @@ class CoreSteps:
         used = shape.channels + 2 * shape.value_heads
         return [shape.channels, shape.value_heads, shape.value_heads, -used % 16]
 
-    def run(self, table: SequenceTable, rows: Tensor) -> Tensor:
+    def run(self, table: SequenceTable, rows: Tensor, gate: Gate | None = None) -> Tensor:
         """The core alone: what a graph captures."""
         qkv, a, b, _ = rows.split(self._sizes(), 1)
         weights = self.conv_weight, self.A_log, self.dt_bias
-        return forward_core(table, qkv, a, b, *weights, self.shape.heads, self.shape.key_dim, self.state, self.impl)
+        sizes = self.shape.heads, self.shape.key_dim
+        return forward_core(table, qkv, a, b, *weights, *sizes, self.state, self.impl, gate)
 
     def pools(self) -> list[Tensor]:
         """Every tensor that a step may write."""
