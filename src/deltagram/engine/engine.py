@@ -103,7 +103,7 @@ class Engine:
         self.scheduler = Scheduler(slots, pages, page, settings.max_num_tokens, buckets)
         if on_gpu and not settings.eager:
             assert isinstance(buckets, Ladder), "graphs have fixed sizes"
-            self.runner.capture(buckets, progress)
+            self.runner.capture(buckets.buckets, progress)
         self._depth = 2 if (on_gpu if ahead is None else ahead) else 1  # steps that run at once
         self._in_flight: deque[tuple[Launched, float]] = deque()  # and when each was launched
         self._last_end = 0.0

@@ -4,7 +4,7 @@ A step is one sequence of operations at fixed places (`_run`), captured once a b
 on. `launch` sets it going and `retire` waits for what it brought: in between the host is free to plan the next one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,7 +25,6 @@ from deltagram.graphs.capture import StepGraphs
 from deltagram.kernels.commit_tokens import commit_tokens
 from deltagram.kernels.sample_tokens import Scratch, sample_tokens
 from deltagram.models.base import Model
-from deltagram.step.buckets import Ladder
 from deltagram.step.history import TokenHistory
 from deltagram.step.plan import Bucket, StepPlan
 from deltagram.step.sequences import SequenceTable, pack, packed_size, prepare
@@ -100,12 +99,13 @@ class Runner:
             self.work = Scratch.of(largest.num_samples, vocab, MAX_LOGPROBS, self.device)
 
     @torch.inference_mode()
-    def capture(self, ladder: Ladder, progress: Callable[[int, int], None]) -> None:
-        """Capture every bucket: nothing compiles and nothing is allocated from then on."""
+    def capture(self, buckets: Sequence[Bucket], progress: Callable[[int, int], None]) -> None:
+        """Capture `buckets`, which are all there are, the largest first: nothing compiles and nothing is allocated from
+        then on."""
         assert self.stream is not None
         self.graphs = StepGraphs(self._run, self._fill_with_padding, self.device)
         with torch.cuda.stream(self.stream):
-            self.graphs.capture(ladder.buckets, self.settings.graph_bytes, progress)
+            self.graphs.capture(buckets, self.settings.graph_bytes, progress)
             self.buffers.start_over()
 
     def _give_states(self, num_slots: int) -> None:

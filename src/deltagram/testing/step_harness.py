@@ -1,0 +1,166 @@
+"""One model's runner, driven by plans made up on the spot: what a step costs, whatever it mixes.
+
+Requests begin in the middle: their tokens are random, and what the pools hold of them is zeros, so that a step's work
+is that of a real one without the prefill before it.
+"""
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from deltagram.attention.cache import page_size
+from deltagram.engine.params import SamplingParams
+from deltagram.engine.request import Request
+from deltagram.engine.runner import Launched, Runner
+from deltagram.engine.scheduler import Scheduled
+from deltagram.engine.settings import Resolved, Settings, resolve
+from deltagram.gdn.state import SlotPool
+from deltagram.models.base import Model
+from deltagram.step.buckets import Ladder
+from deltagram.step.plan import Bucket, Entry, Kind, StepPlan
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class Mix:
+    """A step: `decode` sequences, `verify` ones of `num_draft` drafts, and prefill chunks of the sizes `chunks`."""
+
+    decode: int = 0
+    verify: int = 0
+    num_draft: int = 0
+    chunks: tuple[int, ...] = ()
+
+    @property
+    def num_sequences(self) -> int:
+        return self.decode + self.verify + len(self.chunks)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.decode + self.verify * (1 + self.num_draft) + sum(self.chunks)
+
+    def __str__(self) -> str:
+        parts = [f"{self.decode} decode"] if self.decode else []
+        parts += [f"{self.verify} verify of {1 + self.num_draft}"] if self.verify else []
+        return ", ".join(parts + [f"chunk of {size}" for size in self.chunks])
+
+
+class StepHarness:
+    """A runner of `model` for up to `sequences` requests, with contexts of `context` tokens and room for `more`."""
+
+    def __init__(
+        self,
+        model: Model,
+        device: torch.device,
+        sequences: int,
+        context: int,
+        max_num_tokens: int,
+        max_draft: int = 0,
+        eager: bool = False,
+        more: int = 1024,
+    ) -> None:
+        self.model, self.context, self.sequences = model, context, sequences
+        page = page_size(model.block_size)
+        limit = -(-(context + more + max_num_tokens) // page) * page
+        settings = Settings(
+            device=str(device), dtype="bfloat16" if device.type == "cuda" else "float32", max_context=limit,
+            max_num_sequences=sequences, max_num_tokens=max(max_num_tokens, 63 + sequences), eager=eager,
+        )  # fmt: skip
+        self.settings: Resolved = resolve(settings, model.config)
+        self.ladder = Ladder.of(self.settings.max_num_tokens, sequences, max_draft)
+        largest = self.ladder.fit(self.settings.max_num_tokens, sequences, mixed=True)
+        self.pages_a_request = limit // page
+        self.slots = SlotPool(sequences)
+        self.runner = Runner(model, self.settings, self.slots, sequences * self.pages_a_request, (), largest)
+        number = torch.arange((sequences + 1) * self.pages_a_request, dtype=torch.int32, device=device)
+        self.runner.page_table.copy_((number % (sequences * self.pages_a_request)).view_as(self.runner.page_table))
+        self._step = 0
+
+    def capture(self, buckets: Sequence[Bucket] | None = None) -> float:
+        """Capture `buckets`, or all there are; seconds."""
+        began = time.perf_counter()
+        self.runner.capture(self.ladder.buckets if buckets is None else buckets, lambda done, total: None)
+        return time.perf_counter() - began
+
+    def bucket(self, mix: Mix) -> Bucket:
+        """The bucket that a step is padded to."""
+        return self.ladder.fit(mix.num_tokens, mix.num_sequences, bool(mix.chunks))
+
+    def begin(self, mix: Mix) -> list[Request]:
+        """Requests in the middle of their context, one a sequence of `mix`; those that had the slots are gone."""
+        for slot in list(self.slots._owners):
+            self.slots.give_back(slot, self.slots._owners[slot].request)
+        requests = []
+        generator = torch.Generator().manual_seed(0)
+        for n in range(mix.num_sequences):
+            vocab = self.model.config.vocab_size
+            tokens = torch.randint(0, vocab, (self.context + mix.num_draft + 1,), generator=generator).tolist()
+            request = Request(
+                id=n, prompt=tuple(tokens), params=GREEDY, seed=n, max_length=2**30, end_token_ids=frozenset()
+            )
+            request.slot = self.slots.take(n)
+            request.computed = self.context if n < mix.decode + mix.verify else self.context // 64 * 64
+            self.slots._owners[request.slot].state_pos = request.computed
+            requests.append(request)
+            with torch.cuda.stream(self.runner.stream):
+                self.runner._admit(request)
+                self.runner.history.lengths[request.slot] = self.context + 1
+                self.runner.history.committed[request.slot] = 1
+        return requests
+
+    def plan(self, mix: Mix, requests: Sequence[Request]) -> Scheduled:
+        """The next step of requests of `begin`. Drafts are taken for rejected: a request goes on by one token."""
+        kinds = [Kind.DECODE] * mix.decode + [Kind.VERIFY] * mix.verify + [Kind.PREFILL] * len(mix.chunks)
+        sizes = [1] * mix.decode + [1 + mix.num_draft] * mix.verify + list(mix.chunks)
+        entries = []
+        for request, kind, size in zip(requests, kinds, sizes, strict=True):
+            start, drafts = request.computed, size - 1 if kind is Kind.VERIFY else 0
+            slot = request.slot
+            entries.append(Entry(slot, self.slots.generation[slot], slot, kind, size, start, drafts))
+            if kind is not Kind.PREFILL:  # a chunk is run again and again
+                request.computed += 1
+            else:
+                self.slots._owners[slot].state_pos = start
+        self._step += 1
+        return Scheduled(StepPlan(self._step, self.bucket(mix), tuple(entries)), tuple(requests), ())
+
+    def device_us(self, mix: Mix, steps: int = 30, rounds: int = 5) -> float:
+        """Microseconds of a captured step on the device: the best round's mean, of steps replayed back to back."""
+        requests = self.begin(mix)
+        self.runner.retire(self.runner.launch(self.plan(mix, requests)))
+        assert self.runner.graphs is not None
+        replay = self.runner.graphs.graphs[self.bucket(mix)].replay
+        times = []
+        with torch.cuda.stream(self.runner.stream):
+            for _ in range(rounds):
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin.record()
+                for _ in range(steps):
+                    replay()
+                end.record()
+                end.synchronize()
+                times.append(begin.elapsed_time(end) * 1e3 / steps)
+            self.runner.buffers.start_over()
+        return min(times)
+
+    def step_us(self, mix: Mix, steps: int = 30) -> tuple[float, float]:
+        """Microseconds from one step's end to the next one's, with a step in flight while the next is prepared; and of
+        those, what the host takes for a step up to its launch. Medians."""
+        requests, host, wall = self.begin(mix), [], []
+        before: Launched | None = None
+        for _ in range(steps + 4):
+            began = time.perf_counter()
+            launched = self.runner.launch(self.plan(mix, requests))
+            host.append(time.perf_counter() - began)
+            if before is not None:
+                self.runner.retire(before)
+                wall.append(time.perf_counter())
+            before = launched
+        assert before is not None
+        self.runner.retire(before)
+        gaps = [b - a for a, b in pairwise(wall)]
+        return statistics.median(gaps[2:]) * 1e6, statistics.median(host[2:]) * 1e6
