@@ -1,6 +1,5 @@
 """Rows of tables in this process's memory, gathered for the device by threads that all tables share."""
 
-import os
 import threading
 import time
 import weakref
@@ -14,16 +13,16 @@ from deltagram.ngram.host_step import CAPACITY, HostStep
 
 
 class GatherThreads:
-    """Threads of kernels/_host_threads.py: `count` of them, by default two fewer than this process has processors.
+    """Threads of kernels/_host_threads.py: `count` of them, by default two fewer than torch has.
 
-    One is for the thread that launches steps, and one to spare: a thread that has to share its processor is late.
+    One processor is for the thread that launches steps, and one to spare: a thread that must share its own is late.
     """
 
     def __init__(self, count: int | None = None) -> None:
         from deltagram.kernels import _host_threads as native
 
         self.native = native
-        count = count or len(os.sched_getaffinity(0)) - 2
+        count = count or torch.get_num_threads() - 2
         count = min(max(count, 1), native.MOST_THREADS)
         self.state = torch.zeros(native.STATE_WORDS, dtype=torch.int64)
         self._lock = threading.Lock()
