@@ -21,7 +21,7 @@ from deltagram.engine.tokenizer import Tokenizer
 from deltagram.models.config import ModelConfig, read_config
 from deltagram.models.hub import resolve_model
 from deltagram.models.load import load_model
-from deltagram.parallel.groups import Group
+from deltagram.parallel.groups import Group, everywhere
 
 Prompt = str | Sequence[int]
 
@@ -80,15 +80,11 @@ class LLM:
         group: Group | None = None,
         **settings: Any,
     ) -> None:
-        asked = parse({"device": device, "dtype": dtype} | settings)
-        if group is not None:
-            asked = replace(asked, device=str(group.device))
-        folder = shipped_model() if model is None else resolve_model(model)
-        self.folder = folder
-        self.config = read_config(folder)
-        self.settings = resolve(asked, self.config)
         self.group = group
+        asked = {"device": device, "dtype": dtype} | settings | ({"device": str(group.device)} if group else {})
+        self.folder, self.config, self.settings = everywhere(group, lambda: _resolve(model, asked))
         _check_ranks(group, self.settings, self.config)
+        folder = self.folder
         self.tokenizer = Tokenizer.load(folder, model_vocab_size=self.config.vocab_size)
         loaded, checkpoint = load_model(
             folder,
@@ -219,6 +215,13 @@ class LLM:
                 del self._inboxes[request.id]
             if self.group is not None and not self._inboxes and self.group.watchdog.report is None:
                 self.assist()  # the other ranks may have requests yet
+
+
+def _resolve(model: str | Path | None, asked: dict[str, Any]) -> tuple[Path, ModelConfig, Resolved]:
+    settings = parse(asked)
+    folder = shipped_model() if model is None else resolve_model(model)
+    config = read_config(folder)
+    return folder, config, resolve(settings, config)
 
 
 def _check_ranks(group: Group | None, settings: Resolved, config: ModelConfig) -> None:

@@ -111,7 +111,7 @@ def bring_together(
     way = "heads" if cuts[0].by_heads else "rows"
     why = "".join(f"; not {each}" for each in passed_over)
     note = f"the memory tables are split by {way} over {group.size} ranks; exchange: {run_ahead.exchange.name}{why}"
-    # Where ranks share a card the host carries collectives, which no graph holds: a slot that needs none must be enough.
+    # Where ranks share a card the host carries collectives, which no graph holds: no slot may need one.
     largest = getattr(run_ahead.exchange, "max_slot", 0)
     capturable = setup.communicator.on_device or max_tokens <= largest
     return Replicas(group, run_ahead, capturable), [note]

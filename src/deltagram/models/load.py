@@ -18,7 +18,7 @@ from deltagram.ngram import checksums
 from deltagram.ngram.checkpoint import TensorInfo
 from deltagram.ngram.holding import Holding
 from deltagram.ngram.placement import Placement
-from deltagram.parallel.groups import Group
+from deltagram.parallel.groups import Group, everywhere
 
 
 def build(
@@ -81,15 +81,8 @@ def load_model(
     ValueError with every problem found.
     """
     placement = Placement.parse(ngram_placement)
-    checkpoint = open_checkpoint(folder, mtp)
-    if mtp and isinstance(config, Qwen4ExpConfig) and not config.indexer_n_heads:
-        raise ValueError(
-            f"{folder} has no indexer_n_heads in config.json; its head that drafts (mtp.*) needs an indexer"
-        )
+    checkpoint, table_dtype = everywhere(group, lambda: _open(folder, config, max_context, dtype, mtp, group))
     shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
-    table_dtype = _table_dtype(checkpoint, dtype)
-    check_weights(checkpoint, _plan(build(config, max_context, meta_factory(dtype), table_dtype, mtp=mtp), shapes))
-    _verify(folder, checkpoint, group)
     make = Factory(device, dtype, _matrix_dtype(checkpoint))
     holding = Holding(group, placement, ngram_split) if group and isinstance(config, Qwen4ExpConfig) else None
     model = build(config, max_context, make, table_dtype, placement, checkpoint.tensors, mtp, holding)
@@ -102,17 +95,22 @@ def load_model(
     return model, checkpoint
 
 
-def _verify(folder: Path, checkpoint: Checkpoint, group: Group | None) -> None:
+def _open(
+    folder: Path, config: ModelConfig, max_context: int, dtype: torch.dtype, mtp: bool, group: Group | None
+) -> tuple[Checkpoint, torch.dtype]:
+    """The checkpoint, which fits the model, and what its tables' rows are kept in. This rank has compared its part of
+    the tables with their checksums."""
+    checkpoint = open_checkpoint(folder, mtp)
+    if mtp and isinstance(config, Qwen4ExpConfig) and not config.indexer_n_heads:
+        raise ValueError(
+            f"{folder} has no indexer_n_heads in config.json; its head that drafts (mtp.*) needs an indexer"
+        )
+    shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
+    table_dtype = _table_dtype(checkpoint, dtype)
+    check_weights(checkpoint, _plan(build(config, max_context, meta_factory(dtype), table_dtype, mtp=mtp), shapes))
     tables = [info for name, info in checkpoint.tensors.items() if ".ngram_embedding." in name]
-    if group is None:
-        checksums.verify(folder, tables)
-        return
-    try:
-        checksums.verify(folder, tables[group.rank :: group.size])
-    except ValueError as error:
-        group.check(str(error))
-    else:
-        group.check(None)
+    checksums.verify(folder, tables if group is None else tables[group.rank :: group.size])
+    return checkpoint, table_dtype
 
 
 def _plan(model: Model, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Weight]:

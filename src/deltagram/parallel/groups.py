@@ -225,6 +225,19 @@ def join(device: str = "cpu", deadline: float = 10.0) -> Group:
     return Group(place, chosen, shared_card, deadline)
 
 
+def everywhere(group: Group | None, make: Callable[[], T]) -> T:
+    """`make()`, on every rank; what one of them refuses with a ValueError all do. A process may be alone: None."""
+    if group is None:
+        return make()
+    try:
+        made = make()
+    except ValueError as error:
+        group.check(str(error))
+        raise
+    group.check(None)
+    return made
+
+
 def number_of(digest: str) -> int:
     """A digest of 16 hexadecimal digits as an int64."""
     return int.from_bytes(bytes.fromhex(digest), "big", signed=True)
