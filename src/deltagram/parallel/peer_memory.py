@@ -104,20 +104,19 @@ def virtual_ranks(nbytes: int, ranks: int, device: torch.device) -> list[PeerMem
 def problem(nbytes: int, group: Group) -> str | None:
     """Why this rank cannot have `nbytes` of peer memory in `group`, or None. Every rank must ask."""
     device = group.device
-    cards = gather_bytes(_card(device) if device.type == "cuda" else b"", group)
+    cuda, alone = device.type == "cuda", device.type == "cuda" and not group.shared_card
+    cards = gather_bytes(_card(device) if cuda else b"", group)
+    free = torch.cuda.mem_get_info(device)[0] - _HEADROOM if cuda else _free_memory()
+    least = max(0, min(numbers[0] for numbers in group.gather_numbers([free])))  # ranks look at different moments
     if group.size not in SIZES:
         return f"peer memory between {group.size} ranks; expected {', '.join(map(str, SIZES))}"
-    if device.type == "cuda" and not group.shared_card:
-        unreached = _unreached(device, cards)
-        if unreached:
-            return f"device {device.index} does not reach {', '.join(unreached)} directly"
-    shares = 1 if device.type == "cuda" and not group.shared_card else group.size
-    free = torch.cuda.mem_get_info(device)[0] - _HEADROOM if device.type == "cuda" else _free_memory()
-    if nbytes * shares > free:
-        where = "this machine" if device.type == "cpu" else f"device {device.index}"
-        return (
-            f"{shares} x {nbytes / 1e9:.2f} GB of peer memory asked for; {where} has {max(free, 0) / 1e9:.2f} GB free"
-        )
+    unreached = _unreached(device, cards) if alone else []
+    if unreached:
+        return f"device {device.index} does not reach {', '.join(unreached)} directly"
+    sharing = 1 if alone else group.size
+    if nbytes * sharing > least:
+        where = "a device" if cuda else "this machine"
+        return f"{sharing} x {nbytes / 1e9:.2f} GB of peer memory asked for; {where} has {least / 1e9:.2f} GB free"
     return None
 
 
