@@ -246,7 +246,11 @@ def compare(context: typer.Context) -> None:
 
 @app.command(context_settings=_PASS_ON, add_help_option=False)
 def bench(context: typer.Context) -> None:
-    """Measure a running server."""
+    """Measure a running server (`bench serve`), or one step of a model (`bench step`)."""
+    if context.args[:1] == ["step"]:
+        from deltagram import step_bench
+
+        step_bench.app(context.args[1:], prog_name="deltagram bench step")
     _experiments("bench", context.args)
 
 
