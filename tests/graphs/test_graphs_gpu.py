@@ -86,10 +86,10 @@ def test_nothing_compiles_after_ready(pair: Pair, monkeypatch: pytest.MonkeyPatc
     compiled: list[str] = []
     hook = lambda *_, **known: compiled.append(str(known.get("repr")))  # noqa: E731
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", hook)
-    free = torch.cuda.mem_get_info()[0]
+    reserved = torch.cuda.memory_reserved()
     run(pair.captured, 99, pair.vocab)
     assert compiled == []
-    assert torch.cuda.mem_get_info()[0] >= free - (64 << 20), "steps allocate"
+    assert torch.cuda.memory_reserved() == reserved, "steps allocate"
 
 
 STAGES = [
@@ -155,8 +155,8 @@ DEVICE_FAULT = """
 import torch
 from deltagram import LLM, SamplingParams
 llm = LLM(device="cuda", max_num_sequences=1, max_num_tokens=64, max_context=128)
-llm.engine.runner.page_table.fill_(2**30)
-llm.engine.scheduler.page_size = 10**9  # no page is granted: the step follows what the table holds
+admit = llm.engine.runner.history.admit
+llm.engine.runner.history.admit = lambda row, tokens: admit(row, [2**30] * len(tokens))  # no such word
 llm.generate("x", SamplingParams(max_tokens=4))
 """
 
