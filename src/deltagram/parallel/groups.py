@@ -83,7 +83,7 @@ class Group:
         self.watchdog = watchdog.Watchdog(self.rank, self.size, deadline, memory)
         assert dist.group.WORLD is not None
         self._host = Communicator("agreement", 0, dist.group.WORLD, self, on_device=False)
-        self._communicators = 1
+        self._communicators = [self._host]
 
     def broadcast_decision(self, value: T) -> T:
         """Rank 0's `value`, on every rank. Others' are ignored."""
@@ -130,18 +130,22 @@ class Group:
     def communicator(self, name: str) -> "Communicator":
         """A new communicator over all ranks, for one user on one stream. Every rank makes the same, in one order."""
         backend = "nccl" if self.device.type == "cuda" and not self.shared_card else "gloo"
-        index, self._communicators = self._communicators, self._communicators + 1
+        index = len(self._communicators)
         assert index < watchdog.COMMUNICATORS
         process_group = dist.new_group(backend=backend, timeout=_PATIENCE)
-        return Communicator(name, index, process_group, self, backend == "nccl")
+        self._communicators.append(Communicator(name, index, process_group, self, backend == "nccl"))
+        return self._communicators[-1]
 
     def barrier(self) -> None:
         """Every rank has come here."""
         self.gather_numbers([0])
 
     def close(self) -> None:
-        """Leave the group; every rank does."""
+        """Leave the group; every rank does. Its threads have ended then: one that the interpreter's end cuts short can
+        abort the process."""
         self.watchdog.close()
+        for communicator in self._communicators:
+            del communicator.process_group
         dist.destroy_process_group()
 
 

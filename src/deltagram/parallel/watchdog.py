@@ -179,7 +179,8 @@ class Watchdog:
         """End the thread: this rank leaves in good order."""
         self.fields["closed"][self.rank] = 1
         self._stop.set()
-        self._thread.join()  # a thread that the interpreter's end cuts short can take the process with it
+        self._thread.join()
+        self._aborts.clear()
 
     def states(self) -> list[RankState]:
         """All ranks, as they are now."""
