@@ -63,3 +63,31 @@ def test_the_longest_agreeing_drafts_and_one_token_are_committed(body: Impl) -> 
         for name, tensor in given.items():
             assert torch.equal(tensor.cpu(), expected[name]), (seed, name)
     assert seen == {(drafts, a) for drafts in range(MAX_DRAFT + 1) for a in range(drafts + 1)}
+
+
+@pytest.mark.parametrize("body", ["reference", pytest.param("triton", marks=pytest.mark.gpu)])
+def test_synthetic_acceptance_has_the_mean_that_is_asked_for(body: Impl) -> None:
+    device = torch.device("cuda" if body == "triton" else "cpu")
+    for mean, drafts in ((3.5, 5), (1.0, 2), (2.25, 3), (4.0, 3)):
+        counts, reports = [], []
+        for impl in dict.fromkeys(("reference", body)):
+            on = device if impl == body else torch.device("cpu")
+            int32 = {"dtype": torch.int32, "device": on}
+            history = torch.zeros(8, 300, **int32), torch.full((8,), 1, **int32), torch.zeros(8, **int32)
+            ends = torch.arange(9, **int32) * (1 + drafts)
+            rows, number = torch.arange(8, **int32), torch.full((8,), drafts, **int32)
+            out, steps = torch.zeros(8, 2 + drafts, **int32), torch.zeros(1, dtype=torch.int64, device=on)
+            total = 0
+            for step in range(40):
+                sampled = torch.arange(8 * (1 + drafts), device=on) + 100 * step
+                commit_tokens(sampled, ends, rows, history[1] + drafts, number, *history, steps, out, synthetic=mean)
+                total += int(out[:, 0].sum())
+                kept = [row[1 : 1 + row[0]] for row in out.tolist()]
+                assert all(row == list(range(row[0], row[0] + len(row))) for row in kept)
+                reports.append(kept)
+                for n, row in enumerate(kept):
+                    end = int(history[1][n])
+                    assert history[0][n, end - len(row) : end].tolist() == row, "the history has what was reported"
+            counts.append(total / 320)
+        assert abs(counts[0] - min(mean, 1 + drafts)) < 0.06 and len(set(counts)) == 1, (mean, counts)
+        assert reports[:40] == reports[-40:], "the rule is the same on every device"

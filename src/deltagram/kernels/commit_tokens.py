@@ -7,6 +7,9 @@ history's next one:
 with begin = length - num_draft, the position of the first sampled token. That the sampled tokens are those of a run without
 drafts makes the outcome that of a run without drafts, whatever the temperature: a token is a function of (seed, position).
 
+`synthetic`, for benchmarks alone, is the mean number of tokens that a sequence with drafts is to add, whatever was sampled:
+a = min(num_draft, floor(synthetic - 1 + u)) with u in [0, 1) a hash of (row, begin). 0 compares.
+
 Shapes: sampled int64 [L]; cu_samples [N + 1], row, length, num_draft [N] int32, as in the sequence table; tokens [rows,
 context], lengths, committed [rows] int32, updated in place; steps int64 [1], one more; out int32 [N, 2 + max_draft], the
 number of tokens of each sequence (0 for one that was not sampled, and padding), then the tokens; the rest of a row is as
@@ -32,11 +35,12 @@ def commit_tokens(
     committed: Tensor,
     steps: Tensor,
     out: Tensor,
+    synthetic: float = 0.0,
     impl: Impl = None,
 ) -> None:
     """See the file's docstring."""
-    body = choose(impl, tokens, _reference, _launch, _compiled)
-    body(sampled, cu_samples, row, length, num_draft, tokens, lengths, committed, steps, out)
+    body = choose(impl, tokens, _reference, _launch, None if synthetic else _compare)
+    body(sampled, cu_samples, row, length, num_draft, tokens, lengths, committed, steps, out, synthetic)
 
 
 def _reference(
@@ -50,6 +54,7 @@ def _reference(
     committed: Tensor,
     steps: Tensor,
     out: Tensor,
+    synthetic: float = 0.0,
 ) -> None:
     steps += 1
     out[:, 0] = 0
@@ -63,6 +68,11 @@ def _reference(
     mine = sampled[torch.where(drafted, first[:, None] + offset, 0)].int()
     agree = drafted & (tokens[owner[:, None], torch.where(drafted, begin[:, None] + offset, 0)] == mine)
     accepted = agree.cumprod(1).sum(1)
+    if synthetic:
+        whole, part = _parts(synthetic)
+        accepted = torch.minimum(drafts, whole + (_mixed(owner, begin) < part))
+        kept = offset < accepted[:, None]
+        tokens[owner[:, None].expand_as(kept)[kept], (begin[:, None] + offset)[kept]] = mine[kept]
     token = sampled[first + accepted].int()
     tokens[owner, begin + accepted] = token
     lengths[owner] = (begin + accepted + 1).int()
@@ -73,11 +83,52 @@ def _reference(
 
 
 _compiled = on_cpu("commit_tokens")
+_U32 = 0xFFFFFFFF
 
 
-@jit(do_not_specialize=["context", "width"])
+def _compare(*arguments: Tensor | float) -> None:
+    _compiled(*arguments[:-1])
+
+
+def _parts(synthetic: float) -> tuple[int, int]:
+    """Accepted drafts a step, and of 2^32 steps those with one more."""
+    whole = int(synthetic - 1)
+    return whole, int((synthetic - 1 - whole) * 2**32)
+
+
+def _mixed(owner: Tensor, begin: Tensor) -> Tensor:
+    """32 bits that depend on both, as int64; so does `_draw`."""
+    x = (begin * 2654435761 + owner * 40503 + 12345) & _U32
+    x = ((x ^ (x >> 16)) * 0x45D9F3B) & _U32
+    x = ((x ^ (x >> 16)) * 0x45D9F3B) & _U32
+    return x ^ (x >> 16)
+
+
+@jit
+def _draw(owner, begin):  # type: ignore[no-untyped-def]
+    x = (begin.to(tl.int64) * 2654435761 + owner * 40503 + 12345) & 0xFFFFFFFF
+    x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
+    x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+@jit(do_not_specialize=["context", "width", "whole", "part"])
 def _kernel(  # type: ignore[no-untyped-def]
-    sampled, cu_samples, row, length, num_draft, tokens, lengths, committed, steps, out, context, width
+    sampled,
+    cu_samples,
+    row,
+    length,
+    num_draft,
+    tokens,
+    lengths,
+    committed,
+    steps,
+    out,
+    context,
+    width,
+    whole,
+    part,
+    SYNTHETIC: tl.constexpr,
 ):
     n = tl.program_id(0)
     if n == 0:
@@ -92,13 +143,21 @@ def _kernel(  # type: ignore[no-untyped-def]
     history = tokens + owner * context + begin
     accepted = 0
     token = tl.load(sampled + first).to(tl.int32)
-    agree = (drafts > 0) and (tl.load(history, mask=drafts > 0, other=-1) == token)
-    while agree:
-        tl.store(mine + 1 + accepted, token)
-        accepted += 1
-        token = tl.load(sampled + first + accepted).to(tl.int32)
-        more = accepted < drafts
-        agree = more and (tl.load(history + accepted, mask=more, other=-1) == token)
+    if SYNTHETIC:
+        kept = tl.minimum(drafts, (whole + (_draw(owner, begin) < part)).to(tl.int32))
+        while accepted < kept:
+            tl.store(mine + 1 + accepted, token)
+            tl.store(history + accepted, token)
+            accepted += 1
+            token = tl.load(sampled + first + accepted).to(tl.int32)
+    else:
+        agree = (drafts > 0) and (tl.load(history, mask=drafts > 0, other=-1) == token)
+        while agree:
+            tl.store(mine + 1 + accepted, token)
+            accepted += 1
+            token = tl.load(sampled + first + accepted).to(tl.int32)
+            more = accepted < drafts
+            agree = more and (tl.load(history + accepted, mask=more, other=-1) == token)
     tl.store(mine + 1 + accepted, token)
     tl.store(mine, accepted + 1)
     tl.store(history + accepted, token)
@@ -117,13 +176,17 @@ def _launch(
     committed: Tensor,
     steps: Tensor,
     out: Tensor,
+    synthetic: float = 0.0,
 ) -> None:
     assert tokens.is_contiguous() and out.is_contiguous()
     arguments = (sampled, cu_samples, row, length, num_draft, tokens, lengths, committed, steps, out)
-    _kernel[(max(len(row), 1),)](*arguments, tokens.shape[1], out.shape[1], num_warps=1)
+    parts = _parts(synthetic) if synthetic else (0, 0)
+    sizes = tokens.shape[1], out.shape[1]
+    _kernel[(max(len(row), 1),)](*arguments, *sizes, *parts, SYNTHETIC=synthetic > 0, num_warps=1)
 
 
 def ahead_of_time() -> list[Build]:
     names = ("cu_samples", "row", "length", "num_draft", "tokens", "lengths", "committed", "out")
     types = {"sampled": "*i64", "steps": "*i64"} | dict.fromkeys(names, "*i32") | {"context": "i32", "width": "i32"}
-    return [Build(_kernel, types, {}, {"num_warps": 1})]
+    types |= {"whole": "i32", "part": "i64"}
+    return [Build(_kernel, types, {"SYNTHETIC": synthetic}, {"num_warps": 1}) for synthetic in (False, True)]
