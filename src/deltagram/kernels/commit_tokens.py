@@ -2,18 +2,18 @@
 
 Sequence n was sampled after its last 1 + num_draft tokens. Its drafts, which the history holds past its length, are
 accepted up to the first that was not sampled; then the token that was sampled in its place (or after the last) is the
-history's next one:
-    a = accepted drafts;  tokens[row, begin + a] = sampled[first + a];  lengths[row] = begin + a + 1;  committed[row] = a + 1
-with begin = length - num_draft, the position of the first sampled token. That the sampled tokens are those of a run without
-drafts makes the outcome that of a run without drafts, whatever the temperature: a token is a function of (seed, position).
+history's next one. With a accepted drafts and begin = length - num_draft, the position of the first sampled token:
+    tokens[row, begin + a] = sampled[first + a];  lengths[row] = begin + a + 1;  committed[row] = a + 1
+That the sampled tokens are those of a run without drafts makes the outcome that of a run without drafts, whatever the
+temperature: a token is a function of (seed, position).
 
-`synthetic`, for benchmarks alone, is the mean number of tokens that a sequence with drafts is to add, whatever was sampled:
-a = min(num_draft, floor(synthetic - 1 + u)) with u in [0, 1) a hash of (row, begin). 0 compares.
+`synthetic`, for benchmarks alone, is the mean number of tokens that a sequence with drafts is to add, whatever was
+sampled: a = min(num_draft, floor(synthetic - 1 + u)) with u in [0, 1) a hash of (row, begin). 0 compares.
 
 Shapes: sampled int64 [L]; cu_samples [N + 1], row, length, num_draft [N] int32, as in the sequence table; tokens [rows,
-context], lengths, committed [rows] int32, updated in place; steps int64 [1], one more; out int32 [N, 2 + max_draft], the
-number of tokens of each sequence (0 for one that was not sampled, and padding), then the tokens; the rest of a row is as
-it was.
+context], lengths, committed [rows] int32, updated in place; steps int64 [1], one more; out int32 [N, 2 + max_draft],
+the number of tokens of each sequence (0 for one that was not sampled, and padding), then the tokens; the rest of a row
+is as it was.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 Whoever drafts writes them before anything of the step that verifies them reads the history, and leaves lengths alone:
 what follows a request's length is nobody's text.
 
-Shapes: drafts [N, D] of any integers, count, row [N] int32; tokens [rows, context], updated in place, lengths [rows] int32.
-Rows with drafts are distinct, and their drafts lie within the context.
+Shapes: drafts [N, D], int32 or int64; count, row [N] int32; tokens [rows, context] int32, updated in place; lengths
+[rows] int32. Rows with drafts are distinct, and their drafts lie within the context.
 """
 
 from __future__ import annotations
