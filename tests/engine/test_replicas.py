@@ -152,19 +152,31 @@ def test_ranks_of_other_settings_are_refused_on_every_rank(ranks, folder):
     assert said == ["rank 1 has another model or other settings than rank 0"] * len(ranks.pipes)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(("size", "device"), [(2, "cuda:0"), (2, "cuda")], ids=["one card", "a card each"])
-@pytest.mark.parametrize("settings", [CASES[0], CASES[2]], ids=lambda case: " ".join(case.values()))
-@pytest.mark.parametrize("run_ahead", [True, False], ids=["ahead", "inline"])
-def test_replicas_on_cards_generate_the_tokens_of_one_process(folder, size, device, settings, run_ahead):
-    """Captured, but for collectives that the host carries."""
-    if device == "cuda" and torch.cuda.device_count() < size:
+@pytest.fixture(scope="module")
+def alone_on_a_card(folder):
+    """Greedy token ids by prompt, of one process."""
+    llm = LLM(folder, device="cuda", dtype="float32")
+    completions = llm.generate(PROMPTS, params(True))
+    return {prompt: each.outputs[0].token_ids for prompt, each in zip(PROMPTS, completions, strict=True)}
+
+
+@pytest.fixture(scope="module", params=["cuda:0", "cuda"], ids=["one card", "a card each"])
+def cards(request):
+    if request.param == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs a card a rank")
-    llm = LLM(folder, device="cuda", dtype="float32", eager=True)
-    answers = {p: c.outputs[0].token_ids for p, c in zip(PROMPTS, llm.generate(PROMPTS, params(True)), strict=True)}
-    extra = {"run_ahead": run_ahead, "max_num_tokens": 66}  # peer memory is enough for steps of so many
-    with Ranks(size, device) as ranks:
-        for rank, (tokens, _, captured) in enumerate(ranks.run(generated, folder, settings | extra)):
-            assert captured == (device == "cuda" or settings["ngram_exchange"] == "peer")
-            prompts = of_rank(rank, size)
-            assert tokens[: len(prompts)] == [answers[prompt] for prompt in prompts]
+    with Ranks(2, request.param) as ranks:
+        yield request.param, ranks
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("exchange", ["collective", "peer"])
+@pytest.mark.parametrize("run_ahead", [True, False], ids=["ahead", "inline"])
+def test_replicas_on_cards_generate_the_tokens_of_one_process(cards, folder, alone_on_a_card, exchange, run_ahead):
+    """Captured, but for collectives that the host carries; peer memory is enough for steps of so few tokens."""
+    device, ranks = cards
+    placement = "host" if run_ahead else "device"
+    settings = {"ngram_exchange": exchange, "ngram_placement": placement, "run_ahead": run_ahead, "max_num_tokens": 66}
+    for rank, (tokens, _, captured) in enumerate(ranks.run(generated, folder, settings)):
+        assert captured == (device == "cuda" or exchange == "peer")
+        prompts = of_rank(rank, 2)
+        assert tokens[: len(prompts)] == [alone_on_a_card[prompt] for prompt in prompts]

@@ -102,6 +102,7 @@ def bring_together(
     run_ahead, holding = model.run_ahead, model.holding
     assert holding is not None, "the ranks have the tables together"
     _agree_on_crossover(run_ahead.stores, group)
+    max_tokens = Ladder.of(max_tokens, 1).mixed[-1]  # as the largest step is padded, where steps are captured
     cuts = tuple(cut for cut in map(holding.cut, model.specs) if cut is not None)
     if not cuts:
         return Replicas(group, run_ahead), [f"{group.size} ranks share one copy of the memory tables"]
