@@ -12,7 +12,8 @@ from deltagram.parallel import peer_memory
 from deltagram.parallel.groups import Communicator, Group
 from deltagram.parallel.lamport import LamportAllGather, blocks_beside, main_collective
 
-MOST_TOKENS = 128  # of a slot that goes through peer memory; collectives are faster for more
+MOST_TOKENS = 4096  # of a slot that peers read: the most that was measured, and faster than by collectives there too
+MOST_GATHERED = 512  # of a slot that is Lamport-gathered; collectives are faster for parts of more than 10 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ def _peer(setup: Setup) -> Exchange:
 
 
 def _lamport_bytes(setup: Setup) -> int:
-    tables, most = setup.tables, min(setup.max_tokens, MOST_TOKENS)
+    tables, most = setup.tables, min(setup.max_tokens, MOST_GATHERED)
     assert tables.dtype is not None
     return LamportAllGather.nbytes(tables.ranks, tables.num_layers * most, lamport_exchange.width(tables), tables.dtype)
 
@@ -70,7 +71,7 @@ def _lamport_problem(setup: Setup) -> str | None:
 
 
 def _lamport(setup: Setup) -> Exchange:
-    group, tables, most = setup.group, setup.tables, min(setup.max_tokens, MOST_TOKENS)
+    group, tables, most = setup.group, setup.tables, min(setup.max_tokens, MOST_GATHERED)
     memory = peer_memory.peer_memory(_lamport_bytes(setup), group)
     chain, width = setup.communicator, lamport_exchange.width(tables)
     assert tables.dtype is not None
