@@ -132,7 +132,7 @@ def main() -> None:
     host.crossover = 0
     results["host gathered, new ids, us"] = {n: replayed(host, random_ids, num_rows, n) for n in TOKENS[2:]}
     results["host gathered, not captured"] = {n: wall(host.gather, random_ids, num_rows, n) for n in TOKENS[2:]}
-    time.sleep(2)  # helpers sleep
+    time.sleep(1)  # helpers sleep
     results["host gathered, helpers asleep"] = {n: wall(host.gather, random_ids, num_rows, n, 1) for n in TOKENS[2:]}
     host.crossover = None
     results["host, as it chooses"] = {n: wall(host.lookup, random_ids, num_rows, n) for n in TOKENS}

@@ -25,7 +25,7 @@ from deltagram.ngram.formats import RowFormat
 from deltagram.ngram.helpers import HelperError
 
 CAPACITY = 1 << 17  # rows of one lookup; larger ones are several
-POLLS = 2_000_000  # of about a microsecond
+POLLS = 1_500_000  # of one to two microseconds
 CHUNK = 64  # pieces that a function fetches at a time
 _MOST, _LEAST = 128, 64  # pieces copied at a time
 _IDLE = 20e-6  # seconds between two looks at what is asked
