@@ -43,7 +43,7 @@ class Pair:
         self.shape = shape
 
 
-@pytest.fixture(scope="module", params=["shipped", *sorted(TINY_SHAPES)])
+@pytest.fixture(scope="module", params=["shipped", "qwen4_exp_packed", "qwen3_5", "qwen3_5_moe", "qwen3_next_packed"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = None
     if request.param != "shipped":

@@ -112,7 +112,7 @@ def _draw(owner, begin):  # type: ignore[no-untyped-def]
     return x ^ (x >> 16)
 
 
-@jit(do_not_specialize=["context", "width", "whole", "part"])
+@jit(do_not_specialize=["context", "width", "sequences", "whole", "part"])
 def _kernel(  # type: ignore[no-untyped-def]
     sampled,
     cu_samples,
@@ -126,6 +126,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     out,
     context,
     width,
+    sequences,
     whole,
     part,
     SYNTHETIC: tl.constexpr,
@@ -133,6 +134,8 @@ def _kernel(  # type: ignore[no-untyped-def]
     n = tl.program_id(0)
     if n == 0:
         tl.store(steps, tl.load(steps) + 1)
+    if n == sequences:  # of a step without any
+        return
     first, last = tl.load(cu_samples + n), tl.load(cu_samples + n + 1)
     mine = out + n.to(tl.int64) * width
     if first == last:
@@ -181,12 +184,16 @@ def _launch(
     assert tokens.is_contiguous() and out.is_contiguous()
     arguments = (sampled, cu_samples, row, length, num_draft, tokens, lengths, committed, steps, out)
     parts = _parts(synthetic) if synthetic else (0, 0)
-    sizes = tokens.shape[1], out.shape[1]
+    sizes = tokens.shape[1], out.shape[1], len(row)
     _kernel[(max(len(row), 1),)](*arguments, *sizes, *parts, SYNTHETIC=synthetic > 0, num_warps=1)
 
 
 def ahead_of_time() -> list[Build]:
     names = ("cu_samples", "row", "length", "num_draft", "tokens", "lengths", "committed", "out")
-    types = {"sampled": "*i64", "steps": "*i64"} | dict.fromkeys(names, "*i32") | {"context": "i32", "width": "i32"}
+    types = (
+        {"sampled": "*i64", "steps": "*i64"}
+        | dict.fromkeys(names, "*i32")
+        | dict.fromkeys(("context", "width", "sequences"), "i32")
+    )
     types |= {"whole": "i32", "part": "i64"}
     return [Build(_kernel, types, {"SYNTHETIC": synthetic}, {"num_warps": 1}) for synthetic in (False, True)]
