@@ -43,8 +43,11 @@ def test_the_digest_covers_every_field() -> None:
     same = StepPlan(3, Bucket(80, 2, mixed=True), (replace(DECODE), replace(PREFILL)), (PageGrant(1, 1, 5),))
     assert same.digest() == PLAN.digest()
     others = [replace(PLAN, step_id=4), replace(PLAN, bucket=Bucket(81, 2, True)), replace(PLAN, grants=())]
-    for field, value in (("row", 2), ("generation", 2), ("slot", 2), ("start", 8), ("num_draft", 1)):
+    for field, value in (("row", 2), ("generation", 2), ("slot", 2), ("start", 8), ("uncertain", 1)):
         others.append(replace(PLAN, entries=(replace(DECODE, **{field: value}), PREFILL)))
+    for fields in ({"num_draft": 1}, {"num_draft": 1, "drafts": (7,)}, {"wanted": 1}):
+        drafting = replace(PLAN.bucket, max_draft=1)
+        others.append(replace(PLAN, bucket=drafting, entries=(replace(DECODE, **fields), PREFILL)))
     others.append(replace(PLAN, entries=(DECODE, replace(PREFILL, is_last_chunk=True))))
     others.append(replace(PLAN, entries=(DECODE, replace(PREFILL, num_new=63))))
     others.append(replace(PLAN, entries=(replace(DECODE, kind=Kind.VERIFY), PREFILL)))

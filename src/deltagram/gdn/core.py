@@ -60,7 +60,7 @@ def forward_core(
     Tokens stay where they are: each op takes the rows of its own kind and leaves the others. Nobody writes the rows of
     padding, and the gated norm does not read them.
     """
-    plain = state.drafts is None and state.recurrent.dtype == a.dtype == torch.float32
+    plain = not (state.drafts and table.bucket.max_draft) and state.recurrent.dtype == a.dtype == torch.float32
     body = choose(impl, qkv, _op_by_op, _at_once, _head_by_head if plain else _op_by_op)
     return body(table, qkv, a, b, conv_weight, A_log, dt_bias, num_key_heads, key_dim, state, gate, impl)
 
@@ -117,7 +117,7 @@ def _head_by_head(
     gate: Gate | None,
     impl: Impl,
 ) -> Tensor:
-    """On a CPU, without drafts: every op for one head, then for the next."""
+    """On a CPU, in a step without drafts, new or pending: every op for one head, then for the next."""
     t, sizes, pools = table, (num_key_heads, key_dim), (state.conv, state.recurrent)
     norm = (None, None, 0.0, False) if gate is None else (gate.z, gate.weight, gate.eps, gate.activation == "silu")
     heads: Tensor = _compiled(

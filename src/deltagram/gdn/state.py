@@ -51,12 +51,12 @@ class SlotPool:
     def num_free(self) -> int:
         return len(self._free)
 
-    def take(self, request: int) -> int:
-        """A free slot for `request`."""
+    def take(self, request: int, state_pos: int = 0) -> int:
+        """A free slot for `request`, of whose tokens the first `state_pos` will be restored before its first step."""
         assert self._free, "no slot is free"
         slot = self._free.pop()
         self.generation[slot] += 1
-        self._owners[slot] = Owner(request)
+        self._owners[slot] = Owner(request, state_pos)
         return slot
 
     def give_back(self, slot: int, request: int) -> None:
@@ -65,17 +65,27 @@ class SlotPool:
         del self._owners[slot]
         self._free.append(slot)
 
-    def advance(self, slot: int, generation: int, request: int, start: int, num_new: int, num_draft: int = 0) -> None:
-        """Check that the slot holds `request`'s first `start` tokens, and note that a step brings it `num_new` further,
-        the last `num_draft` of which may yet be rejected. Raises RuntimeError if it does not."""
+    def advance(
+        self,
+        slot: int,
+        generation: int,
+        request: int,
+        start: int,
+        num_new: int,
+        num_draft: int = 0,
+        uncertain: int = 0,
+    ) -> None:
+        """Check that the slot holds `request`'s first `start` tokens, or up to `uncertain` less where nobody on the host
+        knows, and note that a step brings it `num_new` further, the last `num_draft` of which may yet be rejected.
+        Raises RuntimeError if it does not."""
         owner = self._owners.get(slot)
         if owner is None or owner.request != request or self.generation[slot] != generation:
             raise RuntimeError(f"slot {slot}, generation {generation}, is not request {request}'s: it has {owner}")
         if not owner.valid:
             raise RuntimeError(f"slot {slot} of request {request} was left half-way by a failed step; compute it anew")
-        if not owner.state_pos <= start <= owner.state_pos + owner.pending:
-            raise RuntimeError(f"slot {slot} holds {owner}; the step starts at {start}")
-        owner.state_pos, owner.pending = start + num_new - num_draft, num_draft
+        if not owner.state_pos <= start <= owner.state_pos + owner.pending or start - uncertain < owner.state_pos:
+            raise RuntimeError(f"slot {slot} holds {owner}; the step starts at {start}, or up to {uncertain} before")
+        owner.state_pos, owner.pending = start - uncertain + num_new - num_draft, uncertain + num_draft
 
     def invalidate(self, slot: int) -> None:
         """A step that uses the slot has failed: its request must start over, in this slot or another."""

@@ -24,7 +24,10 @@ class Entry:
     `row` is the request's row of the token history and page table, `generation` counts the owners that row has had,
     `slot` is its slot of the state pools. `start` is the number of tokens computed before this step: for prefill it
     is exact; for decode and verify the device derives it from the token history, since a step may be planned before
-    the last one ended.
+    the last one ended: it is then at most `start`, and at least `uncertain` less.
+
+    The last `num_draft` of the new tokens are drafts: those of `drafts`, or, without these, what the step before left
+    in the history. `wanted` is how many drafts a draft head makes for the next step.
     """
 
     row: int
@@ -35,6 +38,9 @@ class Entry:
     start: int
     num_draft: int = 0
     is_last_chunk: bool = True
+    uncertain: int = 0
+    drafts: tuple[int, ...] = ()
+    wanted: int = 0
 
     @property
     def samples(self) -> bool:
@@ -51,8 +57,8 @@ class Entry:
 class Bucket:
     """The capacity a step is padded to: tokens, sequences, and whether it may hold prefill chunks.
 
-    `max_draft` is the most drafted tokens a sequence of it may bring; each of them, and the token before, is sampled
-    after. `samples`, if given, is the exact number of tokens that are, for a step that is not captured.
+    `max_draft` is the most drafted tokens a sequence of it may bring, or its last step has left to the rings; each of
+    them, and the token before, is sampled after. `samples`, if given, is the exact number of tokens that are, for a step that is not captured.
     """
 
     tokens: int
@@ -110,6 +116,8 @@ class StepPlan:
             "the bucket has no room for the tokens that are sampled after"
         )
         assert self.bucket.mixed or Kind.PREFILL not in kinds, "a tokens-only bucket runs no prefill"
+        assert all(len(entry.drafts) in (0, entry.num_draft) for entry in self.entries), "all drafts are given, or none"
+        assert max((max(entry.num_draft, entry.wanted) for entry in self.entries), default=0) <= self.bucket.max_draft
 
     @property
     def num_tokens(self) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from deltagram.kernels.derive_table import derive_table
+from deltagram.kernels.place_drafts import place_drafts
 from deltagram.step.history import TokenHistory
 from deltagram.step.plan import CHUNK, Bucket, Kind, StepPlan
 
@@ -33,6 +34,8 @@ class SequenceTable:
       cu_tokens   [N + 1]   where each sequence's tokens begin; the tail repeats the total
       prefill_start [N]     tokens computed before this step, prefill sequences only; -1 otherwise
       num_draft   [N]       drafted tokens at the sequence's end
+      wanted      [N]       drafts that a draft head makes of the sequence for its next step
+      given       [N], drafts [N, k]  drafts that the host brings, which go to the token history first of all
       cu_samples  [N + 1]   where each sequence's tokens that are sampled after begin in `sampled`; the tail repeats
       sampled     [L]       the tokens that are sampled after, in order; 0 past the real ones
       chunks      [NT, 2]   (sequence, index) of each chunk of 64 prefill tokens; sequence -1 past the real ones
@@ -57,6 +60,7 @@ class SequenceTable:
     cu_tokens: Tensor
     prefill_start: Tensor
     num_draft: Tensor
+    wanted: Tensor
     cu_samples: Tensor
     sampled: Tensor
     chunks: Tensor
@@ -95,6 +99,9 @@ def _shapes(bucket: Bucket, num_grants: int) -> dict[str, tuple[int, ...]]:
         "cu_tokens": (n + 1,),
         "prefill_start": (n,),
         "num_draft": (n,),
+        "wanted": (n,),
+        "given": (n,),
+        "drafts": (n, bucket.max_draft),
         "cu_samples": (n + 1,),
         "sampled": (bucket.num_samples,),
         "chunks": (bucket.chunks, 2),
@@ -108,8 +115,9 @@ def packed_size(bucket: Bucket, page_size: int) -> int:
 
 
 def max_grants(bucket: Bucket, page_size: int) -> int:
-    """The most pages a plan of `bucket` can be granted: the tokens' own, and one begun page a sequence."""
-    return -(-bucket.tokens // page_size) + bucket.sequences
+    """The most pages a plan of `bucket` can be granted: the tokens' own and the next drafts', and one begun page a
+    sequence."""
+    return -(-(bucket.tokens + bucket.sequences * bucket.max_draft) // page_size) + bucket.sequences
 
 
 def pack(plan: StepPlan, page_size: int, pad_row: int, pad_slot: int) -> Array:
@@ -124,6 +132,7 @@ def pack(plan: StepPlan, page_size: int, pad_row: int, pad_slot: int) -> Array:
         for number in (n, index)
     ]
     grants = [number for grant in plan.grants for number in (grant.row, grant.index, grant.page)]
+    drafts = [draft for entry in entries for draft in (*entry.drafts, *[0] * (bucket.max_draft - len(entry.drafts)))]
     ends = list(accumulate(entry.num_new for entry in entries))
     sampled = [token for end, entry in zip(ends, entries, strict=True) for token in range(end - entry.num_samples, end)]
     fields: dict[str, list[int]] = {
@@ -134,6 +143,9 @@ def pack(plan: StepPlan, page_size: int, pad_row: int, pad_slot: int) -> Array:
         "cu_tokens": [0, *ends, *[plan.num_tokens] * pad],
         "prefill_start": [*(entry.start if entry.kind is Kind.PREFILL else -1 for entry in entries), *[-1] * pad],
         "num_draft": [*(entry.num_draft for entry in entries), *[0] * pad],
+        "wanted": [*(entry.wanted for entry in entries), *[0] * pad],
+        "given": [*(len(entry.drafts) for entry in entries), *[0] * pad],
+        "drafts": drafts + [0] * (bucket.sequences * bucket.max_draft - len(drafts)),
         "cu_samples": [0, *accumulate(entry.num_samples for entry in entries), *[len(sampled)] * pad],
         "sampled": sampled + [0] * (bucket.num_samples - len(sampled)),
         "chunks": chunks + [-1] * (2 * bucket.chunks - len(chunks)),
@@ -143,15 +155,19 @@ def pack(plan: StepPlan, page_size: int, pad_row: int, pad_slot: int) -> Array:
 
 
 def prepare(packed: Tensor, bucket: Bucket, history: TokenHistory, page_table: Tensor, page_size: int) -> SequenceTable:
-    """Grant the step's pages and derive what the host did not know. The first work of every step, on its device.
+    """Place the host's drafts, grant the step's pages and derive what the host did not know. The first work of every
+    step, on its device.
 
     packed: int32, `pack`'s array on the device; page_table: int32 [rows, pages], updated in place.
     """
     shapes = _shapes(bucket, max_grants(bucket, page_size))
     parts = zip(shapes.values(), packed.split([math.prod(shape) for shape in shapes.values()]), strict=True)
     fields = [part if len(shape) == 1 else part.view(shape) for shape, part in parts]
-    counts, kind, row, slot, cu_tokens, prefill_start, num_draft, cu_samples, sampled, chunks, grants = fields
+    counts, kind, row, slot, cu_tokens, prefill_start, num_draft, wanted, given, drafts, *rest = fields
+    cu_samples, sampled, chunks, grants = rest
     known = history.tokens, history.lengths, history.committed
+    if bucket.max_draft:
+        place_drafts(drafts, given, row, history.tokens, history.lengths)
     start, length, pending, sequence, position, token, cache_index = derive_table(
         counts, kind, row, cu_tokens, prefill_start, grants, *known, page_table, page_size, bucket.tokens
     )
@@ -165,6 +181,7 @@ def prepare(packed: Tensor, bucket: Bucket, history: TokenHistory, page_table: T
         cu_tokens=cu_tokens,
         prefill_start=prefill_start,
         num_draft=num_draft,
+        wanted=wanted,
         cu_samples=cu_samples,
         sampled=sampled,
         chunks=chunks,
