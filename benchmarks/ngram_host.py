@@ -17,6 +17,7 @@ from environment import save
 from deltagram.kernels._layouts import BITS, PIECE
 from deltagram.kernels.flag_wait import flag_wait
 from deltagram.kernels.host_ask import host_ask
+from deltagram.kernels.row_lookup import row_lookup
 from deltagram.ngram import host_step
 from deltagram.ngram.formats import RowFormat
 from deltagram.ngram.host_gather import GatheredRows, GatherThreads
@@ -26,6 +27,7 @@ CUDA = torch.device("cuda")
 FORM = RowFormat(torch.float8_e4m3fn, 256, group=32)
 TOKENS = (48, 384, 4096)
 PINNED = host_step.chunks
+BESIDE = torch.cuda.Stream()
 
 
 def replayed(call: Callable[[], object], renew: Callable[[], object], rows: GatheredRows, rounds: int = 25) -> float:
@@ -75,6 +77,17 @@ def in_order(rows: GatheredRows, ids: torch.Tensor, out: torch.Tensor, chunks: C
         out[part].copy_(rows.staged[part], non_blocking=True)
 
 
+def partly_in_place(rows: GatheredRows, table: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, part: float) -> None:
+    """A lookup of which the device reads a part in place meanwhile."""
+    cut = int(len(ids) * (1 - part)) // PIECE * PIECE
+    current = torch.cuda.current_stream()
+    BESIDE.wait_stream(current)
+    with torch.cuda.stream(BESIDE):
+        row_lookup(table, ids[cut:], out[cut:])
+    rows.lookup(ids[:cut], None, None, out[:cut])
+    current.wait_stream(BESIDE)
+
+
 def even(size: int) -> Callable[[int], list[tuple[int, int]]]:
     return lambda pieces: [(first, min(first + size, pieces)) for first in range(0, pieces, size)]
 
@@ -120,6 +133,9 @@ def main() -> None:
                 call = partial(in_order, rows, ids, out, chunks)
                 one[f"copied between waits, {way}"] = replayed(call, renew, rows)
             host_step.chunks = PINNED
+            for part in (0.06, 0.1, 0.14, 0.18):
+                call = partial(partly_in_place, rows, table, ids, out, part)
+                one[f"{part:.0%} in place meanwhile"] = replayed(call, renew, rows)
             one["called"] = called(look_up, renew)
             time.sleep(0.5)
             one["called, helpers were asleep"] = called(look_up, renew, 8)
