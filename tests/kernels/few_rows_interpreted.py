@@ -50,9 +50,9 @@ for gated in (False, True):
     for scaled in (False, True):
         for outputs, inputs, rows in ((40, 48, 3), (33, 40, 18)):
             norm = Norm(torch.rand(inputs) + 0.5, 1e-3) if scaled else None
-            check(outputs, inputs, rows, Tile(16, 16, 1, 2, 4, 0), gated, norm)
-check(40, 72, 18, Tile(16, 16, 2, 2, 4, 0), False, None)
-check(33, 100, 1, Tile(32, 16, 4, 2, 4, 0), False, None)
+            check(outputs, inputs, rows, Tile(16, 16, 1, 2, 4), gated, norm)
+check(40, 72, 18, Tile(16, 16, 2, 2, 4), False, None)
+check(33, 100, 1, Tile(32, 16, 4, 2, 4), False, None)
 
 for shape, groups in (((5, 24), 1), ((3, 4, 20), 4), ((2, 3, 16), 1)):
     x, weight = torch.randn(shape), torch.rand(groups, shape[-1]).squeeze(0)

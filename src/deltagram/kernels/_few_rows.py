@@ -6,8 +6,8 @@ rides along.
 
 Such a product is bound by the weight's bytes. What decides its time is how many bytes are on their way at any moment,
 so: tiles of a few outputs and many inputs, several of them in flight; the norm's factor, one number a row, is applied
-after the product, so that no pass over x precedes it; and with dependent launch, a program asks for its first tiles
-before the kernel before it has ended.
+after the product, so that no pass over x precedes it; and with dependent launch programs are in place before the kernel
+before them has ended, which needs room beside its own: shared memory for two.
 
 A row's bits depend on the weight's shape alone: each output sums its inputs in order, in `split` parts that are added
 in order, whoever the other rows are. A row of NaN stays alone.
@@ -26,14 +26,6 @@ from torch import Tensor
 from deltagram.kernels._gates import FEW_ROWS
 from deltagram.kernels._norm import Norm
 from deltagram.kernels._triton import Build, dependent_launch, jit, power_of_two, tl
-
-
-@jit
-def _prefetch(at):  # type: ignore[no-untyped-def]
-    """Bring a line of 128 bytes to the L2 cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2::evict_last [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @jit(do_not_specialize=["rows"])
@@ -58,7 +50,6 @@ def _kernel(  # type: ignore[no-untyped-def]
     BK: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,  # inputs of each output asked for before the kernel before has ended
     PDL: tl.constexpr,
 ):
     tile = tl.program_id(0)
@@ -71,13 +62,8 @@ def _kernel(  # type: ignore[no-untyped-def]
     end = tl.minimum(begin + per, K)
     line = weight + held[:, None].to(tl.int64) * K
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        if AHEAD > 0:
-            start = line + begin + tl.arange(0, AHEAD // 64)[None, :] * 64
-            _prefetch(start)
-            if GATED:
-                _prefetch(start + outputs.to(tl.int64) * K)
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # not before: who waits takes room, and has nothing to do yet
     x_at = x + m[None, :].to(tl.int64) * x_stride + k[:, None]
     acc = tl.zeros([BN, BM], tl.float32)
     acc_up = tl.zeros([BN, BM], tl.float32)
@@ -139,18 +125,17 @@ class Tile(NamedTuple):
     split: int
     stages: int
     warps: int
-    ahead: int
 
 
 def tile_of(outputs: int, inputs: int, gated: bool) -> Tile:
     """By the weight's shape alone, since it decides the order of sums."""
     if gated:
-        return Tile(64, 128, 1, 3, 4, 256)
+        return Tile(64, 128, 1, 3, 4)
     if outputs >= 100_000:
-        return Tile(64, 128, 1, 4, 4, 256)
+        return Tile(64, 128, 1, 4, 4)
     if outputs < 4096 and inputs >= 2048:  # few tiles: each is shared by several programs
-        return Tile(64, 128, 2 if outputs > 2048 else 4, 5, 4, 256)
-    return Tile(64, 256, 1, 4, 4, 256) if inputs <= 1024 else Tile(128, 128, 1, 4, 4, 128)
+        return Tile(64, 128, 2, 5, 4) if outputs > 2048 else Tile(64, 128, 4, 3, 4)
+    return Tile(64, 128, 1, 5, 4) if inputs <= 1024 else Tile(128, 128, 1, 3, 4)
 
 
 def few_rows(x: Tensor) -> bool:
@@ -198,7 +183,7 @@ def product(
 
 def _constants(tile: Tile, inputs: int, padded: int, gated: bool) -> dict[str, object]:
     sizes = {"BM": padded, "BN": tile.outputs, "BK": tile.inputs}
-    how = {"SPLIT": tile.split, "STAGES": tile.stages, "AHEAD": tile.ahead}
+    how = {"SPLIT": tile.split, "STAGES": tile.stages}
     return {"GATED": gated, "EVEN": inputs % tile.inputs == 0, **sizes, **how}
 
 
