@@ -38,11 +38,13 @@ class Tokenizer:
 
 class FakeLLM:
     pieces = ["héllo", " ", "wörld"]
-    def __init__(self, model=None, *, device, dtype, progress=None, **settings):
+    def __init__(self, model=None, *, device, dtype, progress=None, capturing=None, group=None, **settings):
         calls.append(("load", model, device, dtype, settings))
         if model == "broken":
             raise ValueError("config.json is broken:\\n- [red]two[/red] problems")
         progress(100)
+        capturing(0, 2)
+        capturing(2, 2)
         self.tokenizer, self.stats, self.notes = Tokenizer(), Stats(), ("the vision tower is skipped",)
     def generate(self, prompt, params):
         calls.append(("generate", prompt, params))

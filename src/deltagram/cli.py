@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
-from rich.progress import DownloadColumn, Progress, SpinnerColumn, TextColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 
 from deltagram import __version__
@@ -334,13 +342,23 @@ def _load(model: str | None, *, device: str, dtype: str, settings: list[str] | N
     group = _group(device)
     console = Console(stderr=True)
     columns = SpinnerColumn(), TextColumn("loading"), DownloadColumn(), TransferSpeedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("loading", total=None)
+    shown: dict[str, Any] = {"console": console, "transient": True, "disable": not console.is_terminal}
+    sizes = Progress(SpinnerColumn(), TextColumn("capturing steps"), BarColumn(), MofNCompleteColumn(), **shown)
+    with Progress(*columns, **shown) as progress, ExitStack() as stack:
+        bar, steps = progress.add_task("loading", total=None), sizes.add_task("capturing", total=None)
+
+        def capturing(done: int, total: int) -> None:
+            if done == 0:
+                progress.stop()
+                stack.enter_context(sizes)
+            sizes.update(steps, completed=done, total=total)
+
         llm = LLM(
             model,
             device=device,
             dtype=dtype,
             progress=lambda count: progress.advance(bar, count),
+            capturing=capturing,
             group=group,
             **chosen,
         )

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -62,7 +62,8 @@ class LLM:
     """A loaded model, for one thread at a time.
 
     model: a checkpoint folder or a hub id; the shipped model if None. device, dtype and further keywords are the
-    settings of engine/settings.py. `progress` is called with the bytes of each piece of the weights that was read.
+    settings of engine/settings.py. `progress` is called with the bytes of each piece of the weights that was read,
+    and, on a GPU, `capturing` with how many of how many step sizes have been captured.
     Raises ValueError, listing every problem, for settings or a checkpoint that cannot be honoured.
 
     group: ranks, each of which makes an LLM of the same model and settings, on the group's device. They have the n-gram
@@ -77,6 +78,7 @@ class LLM:
         device: str = "auto",
         dtype: str = "auto",
         progress: Any = None,
+        capturing: Callable[[int, int], None] = lambda done, total: None,
         group: Group | None = None,
         **settings: Any,
     ) -> None:
@@ -105,7 +107,7 @@ class LLM:
             self.notes += tuple(notes)
             self.settings = replace(self.settings, eager=self.settings.eager or not self.replicas.capturable)
         with group.watchdog.patient() if group else nullcontext():
-            self.engine = Engine(loaded, self.settings, self.tokenizer, replicas=self.replicas)
+            self.engine = Engine(loaded, self.settings, self.tokenizer, progress=capturing, replicas=self.replicas)
         self._inboxes: dict[int, deque[Delta]] = {}  # by request id: what steps brought and nobody took yet
         if group is not None and group.device.type == "cuda":
             self._warm_up(group)

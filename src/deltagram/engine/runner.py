@@ -4,7 +4,8 @@ A step is one sequence of operations at fixed places (`_run`), captured once a b
 on. `launch` sets it going and `retire` waits for what it brought: in between the host is free to plan the next one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -155,12 +156,24 @@ class Runner:
         plan, requests = scheduled.plan, scheduled.requests
         for entry, request in zip(plan.entries, requests, strict=True):
             self.slots.advance(entry.slot, entry.generation, request.id, entry.start, entry.num_new, entry.num_draft)
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.stream), self._range(f"step {plan.step_id} {plan.name} {plan.bucket}"):
             try:
                 return self._launch(scheduled)
             except BaseException:
                 self.buffers.start_over()
                 raise
+
+    @contextmanager
+    def _range(self, name: str) -> Iterator[None]:
+        """A named part of the timeline of a profiler, on a GPU."""
+        if self.stream is None:
+            yield
+            return
+        torch.cuda.nvtx.range_push(name)
+        try:
+            yield
+        finally:
+            torch.cuda.nvtx.range_pop()
 
     def _launch(self, scheduled: Scheduled) -> Launched:
         plan, num_eager = scheduled.plan, 0
@@ -227,21 +240,25 @@ class Runner:
         """The logits [L, vocab] after the tokens that are sampled after. `requests` are looked at for prompts whose
         logits they want."""
         packed = self.buffers.packed[: packed_size(bucket, self.page_size)]
-        table = prepare(packed, bucket, self.history, self.page_table, self.page_size)
+        with self._range("prepare"):
+            table = prepare(packed, bucket, self.history, self.page_table, self.page_size)
         rows = None if not bucket.mixed and bucket.num_samples == bucket.tokens else table.sampled
         if any(request.wants_prompt_logits for request in requests):
             hidden = self.model.forward(table, self.history)
             self._keep_prompt_logits(requests, table, hidden)
             hidden = hidden if rows is None else hidden[rows]
         else:
-            hidden = self.model.forward(table, self.history, rows)
-        return table, self.model.logits(hidden)
+            with self._range("layers"):
+                hidden = self.model.forward(table, self.history, rows)
+        with self._range("logits"):
+            return table, self.model.logits(hidden)
 
     def _commit(self, table: SequenceTable, logits: Tensor) -> None:
         """Sample on the device, and add the tokens to the history."""
         at = table.sampled, table.cu_samples, table.sequence, table.position, table.row
-        tokens, *_ = sample_tokens(logits, *at, self.history.tokens, self.requests.on_device, self.work)
-        self._write(table, tokens)
+        with self._range("sample"):
+            tokens, *_ = sample_tokens(logits, *at, self.history.tokens, self.requests.on_device, self.work)
+            self._write(table, tokens)
 
     def _write(self, table: SequenceTable, tokens: Tensor) -> None:
         history = self.history.tokens, self.history.lengths, self.history.committed
