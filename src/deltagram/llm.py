@@ -17,6 +17,7 @@ from deltagram.engine.params import SamplingParams
 from deltagram.engine.replicas import Replicas, bring_together
 from deltagram.engine.request import Request, Status
 from deltagram.engine.settings import Resolved, parse, resolve
+from deltagram.engine.speculate import Drafter
 from deltagram.engine.tokenizer import Tokenizer
 from deltagram.models.config import ModelConfig, read_config
 from deltagram.models.hub import resolve_model
@@ -80,10 +81,17 @@ class LLM:
         progress: Any = None,
         capturing: Callable[[int, int], None] = lambda done, total: None,
         group: Group | None = None,
+        drafter: Drafter | None = None,
         **settings: Any,
     ) -> None:
         self.group = group
         asked = {"device": device, "dtype": dtype} | settings | ({"device": str(group.device)} if group else {})
+        if drafter is not None:
+            asked = {"speculation": "drafter"} | asked
+        if (drafter is None) == (asked.get("speculation") == "drafter"):
+            raise ValueError(
+                f"speculation is {asked.get('speculation')!r}, and the drafter {drafter!r}: give both or none"
+            )
         self.folder, self.config, self.settings = everywhere(group, lambda: _resolve(model, asked))
         _check_ranks(group, self.settings, self.config)
         folder = self.folder
@@ -96,6 +104,7 @@ class LLM:
             self.settings.dtype,
             progress,
             self.settings.ngram_placement,
+            mtp=self.settings.speculation == "mtp",
             group=group,
             ngram_split=self.settings.ngram_split,
         )
@@ -107,7 +116,8 @@ class LLM:
             self.notes += tuple(notes)
             self.settings = replace(self.settings, eager=self.settings.eager or not self.replicas.capturable)
         with group.watchdog.patient() if group else nullcontext():
-            self.engine = Engine(loaded, self.settings, self.tokenizer, progress=capturing, replicas=self.replicas)
+            parts: dict[str, Any] = {"progress": capturing, "replicas": self.replicas, "drafter": drafter}
+            self.engine = Engine(loaded, self.settings, self.tokenizer, **parts)
         self._inboxes: dict[int, deque[Delta]] = {}  # by request id: what steps brought and nobody took yet
         if group is not None and group.device.type == "cuda":
             self._warm_up(group)

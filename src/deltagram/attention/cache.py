@@ -1,6 +1,7 @@
 """The paged cache: keys, values and index keys of every request, in fixed pages of a fixed pool."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,12 +31,15 @@ class LayerCache:
 
 
 class PagePool:
-    """Hands out pages, and takes them back. Page ids are the pool's own; a page has one owner."""
+    """Hands out pages, and takes them back. Page ids are the pool's own. A page is free once nobody holds it: a
+    request, by its id, or a cache of complete pages, by a negative number. Whoever shares a page only reads it.
+    """
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, -1, -1))
-        self._owner: dict[int, int] = {}
+        self._holders: dict[int, set[int]] = {}
+        self.num_idle = 0  # pages that caches alone hold
 
     @property
     def num_free(self) -> int:
@@ -45,18 +49,47 @@ class PagePool:
         """A free page for `request`."""
         assert self._free, "no page is free"
         page = self._free.pop()
-        self._owner[page] = request
+        self._holders[page] = {request}
         return page
 
-    def give_back(self, pages: list[int], request: int) -> None:
-        """End `request`'s ownership of `pages`."""
+    def share(self, pages: Sequence[int], holder: int) -> None:
+        """Let `holder` too hold `pages`, which somebody holds."""
         for page in pages:
-            assert self._owner.pop(page, None) == request, f"page {page} does not belong to request {request}"
-        self._free.extend(pages)
+            holders = self._holders[page]
+            assert holder not in holders, f"{holder} holds page {page} already"
+            self.num_idle -= _is_idle(holders)
+            holders.add(holder)
+            self.num_idle += _is_idle(holders)
+
+    def is_idle(self, page: int) -> bool:
+        """Whether caches alone hold a page that is held."""
+        return _is_idle(self._holders[page])
+
+    def give_back(self, pages: Sequence[int], holder: int) -> list[int]:
+        """`holder` holds `pages` no longer; those of them that are free now."""
+        freed = []
+        for page in pages:
+            holders = self._holders.get(page, set())
+            assert holder in holders, f"page {page} does not belong to {holder}"
+            self.num_idle -= _is_idle(holders)
+            holders.remove(holder)
+            if holders:
+                self.num_idle += _is_idle(holders)
+            else:
+                del self._holders[page]
+                freed.append(page)
+        self._free.extend(freed)
+        return freed
 
     def check_empty(self) -> None:
-        """No page is owned, and each can be taken once."""
-        assert not self._owner and sorted(self._free) == list(range(self.num_pages)), "pages leaked"
+        """No page is held, and each can be taken once."""
+        assert not self._holders and self.num_idle == 0 and sorted(self._free) == list(range(self.num_pages)), (
+            "pages leaked"
+        )
+
+
+def _is_idle(holders: set[int]) -> bool:
+    return max(holders) < 0
 
 
 def poison(pool: Tensor, pages: list[int]) -> None:

@@ -12,11 +12,13 @@ import torch
 from deltagram.attention.cache import PagePool, page_size
 from deltagram.engine.detokenizer import Detokenizer
 from deltagram.engine.params import SamplingParams
+from deltagram.engine.prefix import PrefixCache
 from deltagram.engine.replicas import Replicas
 from deltagram.engine.request import Constraint, FinishReason, Request, Status
 from deltagram.engine.runner import Launched, Runner, Sampled
 from deltagram.engine.scheduler import Scheduled, Scheduler
 from deltagram.engine.settings import Resolved
+from deltagram.engine.speculate import Drafter, PromptLookup, Speculation
 from deltagram.engine.tokenizer import Tokenizer
 from deltagram.gdn.state import SlotPool
 from deltagram.models.base import Model
@@ -47,10 +49,22 @@ class Delta:
 
 @dataclass(slots=True)
 class Stats:
-    """Counts since the engine was made. `steps` has one record a step, the last `MAX_RECORDS` of them."""
+    """Counts since the engine was made. `steps` has one record a step, the last `MAX_RECORDS` of them.
+
+    decode_tokens are those that decode and verify steps added; drafted_tokens the drafts that were verified, and
+    accepted_tokens those of them that were right. prefix_misses are by reason: engine/prefix.py.
+    """
 
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    prefix_hits: int = 0
+    prefix_tokens: int = 0  # that hits did not have to compute
+    prefix_misses: dict[str, int] = field(default_factory=dict)
+    prefix_evictions: int = 0
+    prefix_checkpoints: int = 0  # in use
+    max_prefix_checkpoints: int = 0
     padding_tokens: int = 0
     memory_rows: int = 0
     preemptions: int = 0
@@ -75,7 +89,8 @@ class Engine:
     `tokenizer` turns tokens into text; without one the deltas have token ids alone. On a GPU, steps are captured before
     the first request, unless the settings say `eager`; `progress` is told how many of how many are done. `ahead` says
     whether a step is planned while another runs, as it is by default on a GPU. `replicas` has the engine step together
-    with those of other ranks.
+    with those of other ranks. `drafter` drafts where the settings leave speculation to one. `buckets` have the
+    settings' `max_draft`.
     """
 
     def __init__(
@@ -88,6 +103,7 @@ class Engine:
         progress: Callable[[int, int], None] = lambda done, total: None,
         ahead: bool | None = None,
         replicas: Replicas | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.model, self.settings, self.tokenizer, self.replicas = model, settings, tokenizer, replicas
         page = page_size(model.block_size)
@@ -97,10 +113,21 @@ class Engine:
         self.end_token_ids = tuple(dict.fromkeys(token for token in ends if token < model.config.vocab_size))
         sizes = settings.max_num_tokens, settings.max_num_sequences
         on_gpu = settings.device.type == "cuda"
-        buckets = buckets or (Ladder.of(*sizes) if on_gpu else ExactBuckets())
+        most = settings.max_draft
+        buckets = buckets or (Ladder.of(*sizes, most) if on_gpu else ExactBuckets(most))
         largest = buckets.fit(*sizes, mixed=True)
         self.runner = Runner(model, settings, slots, num_pages, self.end_token_ids, largest)
-        self.scheduler = Scheduler(slots, pages, page, settings.max_num_tokens, buckets)
+        self.speculation: Speculation | None = None
+        if most:
+            assert buckets.max_draft == most, "buckets have room for the drafts"
+            assert (drafter is None) == (settings.speculation != "drafter"), "a drafter goes with speculation 'drafter'"
+            assert (model.mtp is None) == (settings.speculation != "mtp"), "a draft head goes with speculation 'mtp'"
+            host = PromptLookup if settings.speculation == "prompt_lookup" else drafter
+            self.speculation = Speculation(most, settings.adaptive_drafts, host)
+        num_checkpoints = self.runner.num_checkpoints
+        self.prefixes = PrefixCache(num_checkpoints, page, pages) if num_checkpoints else None
+        limits = page, settings.max_num_tokens
+        self.scheduler = Scheduler(slots, pages, *limits, buckets, self.speculation, self.prefixes)
         if on_gpu and not settings.eager:
             assert isinstance(buckets, Ladder), "graphs have fixed sizes"
             self.runner.capture(buckets.buckets, progress)
@@ -215,6 +242,7 @@ class Engine:
 
     def _launch(self, deltas: list[Delta]) -> bool:
         """Whether there was a step to launch."""
+        deltas += self._propose()
         scheduled = self.scheduler.schedule(ahead=bool(self._in_flight))
         if self.replicas is not None:
             buckets = None if self.runner.graphs is None else self.scheduler.buckets
@@ -247,14 +275,28 @@ class Engine:
             raise
         return True
 
+    def _propose(self) -> list[Delta]:
+        """Have the host's drafter draft for each request that decodes next; a request that it fails for ends."""
+        deltas: list[Delta] = []
+        running = list(self.scheduler.running)
+        for request in running:
+            if request.drafts_on_host and not request.is_prefilling and not request.in_flight:
+                assert self.speculation is not None
+                try:
+                    self.speculation.propose(request, len(running), self.model.config.vocab_size)
+                except Exception as error:
+                    self.scheduler.finish(request, FinishReason.ERROR)
+                    deltas.append(Delta(request, "", (), (), FinishReason.ERROR, error))
+        return deltas
+
     def _retire(self, deltas: list[Delta]) -> None:
         launched, began = self._in_flight[0]
         try:
             with self.replicas.watched(launched.scheduled.plan) if self.replicas else nullcontext():
                 sampled = self.runner.retire(launched)
             self._in_flight.popleft()
-            self.scheduler.retire(launched.scheduled)
-            self._record(launched, began)
+            self.scheduler.retire(launched.scheduled, {each.request.id: len(each.tokens) for each in sampled})
+            self._record(launched, began, sampled)
             for each in sampled:
                 if each.request.status is Status.RUNNING:
                     deltas.append(self._deliver(each))
@@ -320,14 +362,22 @@ class Engine:
             self.scheduler.finish(request, FinishReason.ERROR)
         return [Delta(request, "", (), (), FinishReason.ERROR, error) for request in failed]
 
-    def _record(self, launched: Launched, began: float) -> None:
+    def _record(self, launched: Launched, began: float, sampled: list[Sampled]) -> None:
         """Count a step. Its time is its own: from when it was launched, or the step ahead of it ended, to now."""
         plan, stats, now = launched.scheduled.plan, self.stats, time.perf_counter()
         seconds = now - max(began, self._last_end)
         self._last_end = now
         prefill = sum(entry.num_new for entry in plan.entries if entry.kind is Kind.PREFILL)
         stats.prefill_tokens += prefill
-        stats.decode_tokens += plan.num_tokens - prefill
+        drafted = sum(entry.num_draft for entry in plan.entries)
+        accepted = sum(len(each.tokens) - 1 for each in sampled)
+        stats.decode_tokens += plan.num_tokens - prefill - drafted + accepted
+        stats.drafted_tokens += drafted
+        stats.accepted_tokens += accepted
+        if self.speculation is not None and plan.name == "decode":
+            self.speculation.cost.learn(plan.bucket.tokens, seconds)
+        if self.prefixes is not None:
+            self._count_prefixes(self.prefixes)
         stats.padding_tokens += plan.bucket.tokens - plan.num_tokens
         stats.memory_rows += plan.num_tokens * self._rows_a_token
         stats.preemptions = self.scheduler.num_preemptions
@@ -337,6 +387,12 @@ class Engine:
         stats.peak_pages = max(stats.peak_pages, self.scheduler.pages.num_pages - self.scheduler.pages.num_free)
         record = {"step": plan.step_id, "ms": seconds * 1e3, "kind": plan.name, "tokens": plan.num_tokens}
         stats.steps.append(record | {"sequences": len(plan.entries), "bucket": str(plan.bucket)})
+
+    def _count_prefixes(self, prefixes: PrefixCache) -> None:
+        stats = self.stats
+        stats.prefix_hits, stats.prefix_tokens = prefixes.hits, prefixes.restored
+        stats.prefix_misses, stats.prefix_evictions = dict(prefixes.misses), prefixes.evictions
+        stats.prefix_checkpoints, stats.max_prefix_checkpoints = prefixes.num_used, prefixes.num_checkpoints
 
 
 def pages_that_fit(model: Model, settings: Resolved) -> int:

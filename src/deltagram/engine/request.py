@@ -1,6 +1,7 @@
 """A request as the host knows it: its tokens, how many are computed, and what it owns."""
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from deltagram.engine.detokenizer import Detokenizer
 from deltagram.engine.params import SamplingParams
+from deltagram.engine.speculate import Gain, PromptLookup
 
 
 class Status(enum.Enum):
@@ -54,7 +56,8 @@ class Request:
 
     `tokens` are the prompt's and the output's; `computed` of them have been scheduled. A request is prefilled up to
     `prefill_target`, its length when it was (re)admitted, and decodes from there: which of the two it does next follows
-    from these alone. While a step that samples for it is `in_flight`, its last token is known to the device alone.
+    from these alone. While a step that samples for it is `in_flight`, its last token is known to the device alone;
+    while one that verifies drafts is, so is how many tokens it has: `computed` is then the most there can be.
     """
 
     id: int
@@ -73,6 +76,16 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
     in_flight: int = 0  # steps that run and will bring it a token
+    uncertain: int = 0  # of `computed`: drafts that a step verifies which has not ended
+    drafted: int = 0  # drafts that its last step verifies, or has verified: they may wait in the rings
+    drafts: tuple[int, ...] = ()  # of the host's drafter, for its next step
+    num_draft: int = 0  # of a draft head, which its last step leaves on the device for the next one
+    drafts_on_host: bool = False
+    gain: Gain = field(default_factory=Gain)
+    lookup: PromptLookup | None = None
+    chain: Sequence[tuple[str, bytes]] = ()  # the keys of its beginnings (engine/prefix.py), when it had so many tokens
+    chain_length: int = 0
+    cuts: tuple[int, ...] = ()  # where its prefill chunks are to end
     prefill_target: int = 0
     slot: int = -1
     generation: int = 0
@@ -90,8 +103,9 @@ class Request:
 
     @property
     def needs_last_token(self) -> bool:
-        """Whether its next step cannot be planned before the host knows the token of the last one."""
-        return self.in_flight > 0 and self.constraint is not None
+        """Whether its next step cannot be planned before the host knows the token of the last one: a constraint or the
+        host's drafter asks for it."""
+        return self.in_flight > 0 and (self.constraint is not None or self.drafts_on_host)
 
     @property
     def is_prefilling(self) -> bool:

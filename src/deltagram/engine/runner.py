@@ -20,12 +20,14 @@ from deltagram.engine.sampler import SampleRow, SamplingTensors, sample
 from deltagram.engine.scheduler import Scheduled
 from deltagram.engine.settings import Resolved
 from deltagram.gdn.core import LayerState
-from deltagram.gdn.state import SlotPool, allocate, ring_length
+from deltagram.gdn.state import SlotPool, allocate, draft_rings, ring_length
 from deltagram.graphs.buffers import Report, StepBuffers
 from deltagram.graphs.capture import StepGraphs
 from deltagram.kernels.commit_tokens import commit_tokens
+from deltagram.kernels.place_drafts import place_drafts
 from deltagram.kernels.sample_tokens import Scratch, sample_tokens
 from deltagram.models.base import Model
+from deltagram.step.drafts import prepare_drafts
 from deltagram.step.history import TokenHistory
 from deltagram.step.plan import Bucket, StepPlan
 from deltagram.step.sequences import SequenceTable, pack, packed_size, prepare
@@ -64,7 +66,7 @@ class Runner:
     """One model on one device, with pools for the requests of `slots` and `num_pages` pages.
 
     `end_token_ids` are the model's own, which end a request unless it says otherwise. `largest` is the bucket that any
-    step fits in.
+    step fits in. `num_checkpoints` of states that prefixes share fit in the memory that the settings give them.
     """
 
     def __init__(
@@ -84,9 +86,12 @@ class Runner:
         pages_a_request = -(-settings.max_context // self.page_size)
         self.page_table = torch.zeros(num_slots + 1, pages_a_request, dtype=torch.int32, device=self.device)
         self.buffers = StepBuffers(packed_size(largest, self.page_size), largest.sequences, self.max_draft, self.device)
-        self._pools: list[Tensor] = []
+        self._staged_pages: Tensor | None = None
+        self._pools: list[Tensor] = []  # what a request's next chunk goes on from
+        self._rings: list[Tensor] = []  # what only its next step reads
         self._give_states(num_slots)
         self._give_pages(num_pages)
+        self._give_checkpoints(settings.prefix_cache_bytes)
         if model.run_ahead is not None:
             model.run_ahead.go_ahead(settings.run_ahead)
         self.graphs: StepGraphs | None = None
@@ -114,9 +119,15 @@ class Runner:
         for layer in self.model.linear_layers:
             shape = layer.num_value_heads, layer.value_dim, layer.key_dim
             ring = ring_length(layer.conv_reach, self.max_draft), layer.channels
+            drafts = None
+            if self.max_draft:
+                sizes = layer.num_key_heads, layer.num_value_heads, layer.value_dim, layer.key_dim
+                drafts = draft_rings(num_slots, self.max_draft, *sizes, dtype, device, poisoned)
+                self._rings += drafts
             layer.state = LayerState(
                 allocate(num_slots, shape, self.settings.state_dtype, device, poisoned),
                 allocate(num_slots, ring, dtype, device, poisoned),
+                drafts,
             )
             self._pools += [layer.state.recurrent, layer.state.conv]
         for memory in self.model.memory_layers:
@@ -141,10 +152,20 @@ class Runner:
                 layer.cache.index_keys = pool(self.page_size, size)
                 layer.cache.block_keys = pool(self.page_size // layer.indexer.block_size, size)
 
+    def _give_checkpoints(self, size: int) -> None:
+        each = sum(pool[0].nbytes for pool in self._pools)
+        self.num_checkpoints = size // each
+        if 0 < size < each:
+            raise ValueError(f"prefix_cache_bytes must hold a checkpoint of {each} bytes, or be 0, got {size}")
+        fill = float("nan") if self.settings.poison else 0.0
+        self._kept = [pool.new_full((self.num_checkpoints, *pool.shape[1:]), fill) for pool in self._pools]
+        if self.num_checkpoints and self.device.type == "cuda":
+            self._staged_pages = torch.zeros(self.page_table.shape, dtype=torch.int32, pin_memory=True)
+
     def poison_freed(self, slots: list[int], pages: list[int]) -> None:
         """Fill what requests gave back with NaN: no result may depend on it."""
         with torch.cuda.stream(self.stream):
-            for pool in self._pools if slots else ():
+            for pool in (*self._pools, *self._rings) if slots else ():
                 poison(pool, slots)
             for pool in self._page_pools if pages else ():
                 poison(pool, pages)
@@ -155,7 +176,8 @@ class Runner:
         says."""
         plan, requests = scheduled.plan, scheduled.requests
         for entry, request in zip(plan.entries, requests, strict=True):
-            self.slots.advance(entry.slot, entry.generation, request.id, entry.start, entry.num_new, entry.num_draft)
+            who = entry.slot, entry.generation, request.id
+            self.slots.advance(*who, entry.start, entry.num_new, entry.num_draft, entry.uncertain)
         with torch.cuda.stream(self.stream), self._range(f"step {plan.step_id} {plan.name} {plan.bucket}"):
             try:
                 return self._launch(scheduled)
@@ -179,9 +201,13 @@ class Runner:
         plan, num_eager = scheduled.plan, 0
         for request in scheduled.admitted:
             self._admit(request)
+        for request, checkpoint in scheduled.restored:
+            self._share_pages(request)
+            torch._foreach_copy_(*self._places(request.slot, checkpoint.index))
         self._fill(plan)
         if self.stream is None:
             reported = self._commit_here(scheduled, *self._forward(plan.bucket, scheduled.requests))
+            self._save(scheduled)
             return Launched(scheduled, self.buffers.report(), reported, None, 0)
         self._allow(scheduled)
         if self.model.run_ahead is not None:
@@ -193,6 +219,7 @@ class Runner:
             num_eager = self.graphs.replay(plan.bucket)
         else:
             self._run(plan.bucket)
+        self._save(scheduled)
         reported = None
         if any(request.params.logprobs is not None for request in scheduled.requests):
             parts = self.work.logprobs, self.work.top_tokens, self.work.top_logprobs
@@ -205,6 +232,23 @@ class Runner:
         if self.stream is not None:
             asked = request.params, request.seed, len(request.prompt), self.end_token_ids
             self.requests.admit(request.slot, *asked, constrained=request.constraint is not None)
+
+    def _share_pages(self, request: Request) -> None:
+        """Let the device know all pages of a request, some of which it did not get by grants."""
+        pages, count = torch.tensor(request.pages, dtype=torch.int32), len(request.pages)
+        if self._staged_pages is not None:
+            self._staged_pages[request.slot, :count] = pages
+            pages = self._staged_pages[request.slot, :count]
+        self.page_table[request.slot, :count].copy_(pages, non_blocking=True)
+
+    def _places(self, slot: int, index: int) -> tuple[list[Tensor], list[Tensor]]:
+        """A slot's states, and a checkpoint's."""
+        return [pool[slot] for pool in self._pools], [kept[index] for kept in self._kept]
+
+    def _save(self, scheduled: Scheduled) -> None:
+        for request, checkpoint in scheduled.saved:
+            states, kept = self._places(request.slot, checkpoint.index)
+            torch._foreach_copy_(kept, states)
 
     def _allow(self, scheduled: Scheduled) -> None:
         for entry, request in zip(scheduled.plan.entries, scheduled.requests, strict=True):
@@ -236,37 +280,70 @@ class Runner:
         """The step whose table lies in the buffers: what a graph captures."""
         self._commit(*self._forward(bucket))
 
-    def _forward(self, bucket: Bucket, requests: tuple[Request, ...] = ()) -> tuple[SequenceTable, Tensor]:
-        """The logits [L, vocab] after the tokens that are sampled after. `requests` are looked at for prompts whose
-        logits they want."""
+    def _forward(
+        self, bucket: Bucket, requests: tuple[Request, ...] = ()
+    ) -> tuple[SequenceTable, Tensor, Tensor | None]:
+        """The logits [L, vocab] after the tokens that are sampled after, and the hidden states of all tokens, if a
+        draft head goes on from them. `requests` are looked at for prompts whose logits they want."""
         packed = self.buffers.packed[: packed_size(bucket, self.page_size)]
         with self._range("prepare"):
             table = prepare(packed, bucket, self.history, self.page_table, self.page_size)
         rows = None if not bucket.mixed and bucket.num_samples == bucket.tokens else table.sampled
-        if any(request.wants_prompt_logits for request in requests):
-            hidden = self.model.forward(table, self.history)
-            self._keep_prompt_logits(requests, table, hidden)
-            hidden = hidden if rows is None else hidden[rows]
+        asked = any(request.wants_prompt_logits for request in requests)
+        if asked or self.model.mtp is not None:
+            with self._range("layers"):
+                every = self.model.forward(table, self.history)
+            if asked:
+                self._keep_prompt_logits(requests, table, every)
+            hidden = every if rows is None else every[rows]
         else:
+            every = None
             with self._range("layers"):
                 hidden = self.model.forward(table, self.history, rows)
         with self._range("logits"):
-            return table, self.model.logits(hidden)
+            return table, self.model.logits(hidden), every
 
-    def _commit(self, table: SequenceTable, logits: Tensor) -> None:
+    def _draft(self, table: SequenceTable, hidden: Tensor | None) -> None:
+        """Let the draft head, if there is one, see the step's tokens, and leave the drafts that are `wanted` past the
+        history's end."""
+        head, history = self.model.mtp, self.history
+        if head is None:
+            return
+        assert hidden is not None
+        with self._range("draft"):
+            drafting = prepare_drafts(table, history, table.wanted, max(table.bucket.max_draft, 1))
+            logits, hidden = head.draft(hidden, drafting.follower, table, drafting.first)
+            tokens = [logits.argmax(-1)]
+            for one_pass in drafting.tables:
+                logits, hidden = head.draft(hidden, tokens[-1], one_pass)
+                tokens.append(logits.argmax(-1))
+            count, row = table.wanted[drafting.order], table.row[drafting.order]
+            place_drafts(torch.stack(tokens, 1), count, row, history.tokens, history.lengths)
+
+    def _commit(self, table: SequenceTable, logits: Tensor, hidden: Tensor | None) -> None:
         """Sample on the device, and add the tokens to the history."""
         at = table.sampled, table.cu_samples, table.sequence, table.position, table.row
         with self._range("sample"):
             tokens, *_ = sample_tokens(logits, *at, self.history.tokens, self.requests.on_device, self.work)
             self._write(table, tokens)
+        self._draft(table, hidden)
 
     def _write(self, table: SequenceTable, tokens: Tensor) -> None:
         history = self.history.tokens, self.history.lengths, self.history.committed
         told = self.buffers.steps, self.buffers.tokens[: table.bucket.sequences]
-        commit_tokens(tokens, table.cu_samples, table.row, table.length, table.num_draft, *history, *told)
+        synthetic = self.settings.synthetic_acceptance or 0.0
+        commit_tokens(tokens, table.cu_samples, table.row, table.length, table.num_draft, *history, *told, synthetic)
 
-    def _commit_here(self, scheduled: Scheduled, table: SequenceTable, logits: Tensor) -> Reported | None:
-        """As `_commit`, on a CPU, which does what the step's requests ask for and no more."""
+    def _commit_here(
+        self, scheduled: Scheduled, table: SequenceTable, logits: Tensor, hidden: Tensor | None
+    ) -> Reported | None:
+        """As `_commit`, on a CPU."""
+        reported = self._sample_here(scheduled, table, logits)
+        self._draft(table, hidden)
+        return reported
+
+    def _sample_here(self, scheduled: Scheduled, table: SequenceTable, logits: Tensor) -> Reported | None:
+        """Sample as `_commit`, on a CPU, which does what the step's requests ask for and no more."""
         sampling = [
             request
             for entry, request in zip(scheduled.plan.entries, scheduled.requests, strict=True)
@@ -280,7 +357,7 @@ class Runner:
         lengths = torch.tensor([len(request.prompt) for request in sampling])
         tokens = self.history.tokens
         if tensors.sizes.penalized:  # counting goes over whole rows: only as far as there is text
-            tokens = tokens[:, : 1 + self.max_draft + max(len(request.tokens) for request in sampling)]
+            tokens = tokens[:, : 1 + max(request.computed for request in sampling)]
         positions = table.position[table.sampled[: len(sampling)]] + 1
         allowed = self._allowed(sampling, logits.shape[1])
         sampled = sample(logits[: len(sampling)], tensors, positions, tokens, lengths, allowed)

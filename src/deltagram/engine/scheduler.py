@@ -8,13 +8,20 @@ everything ends.
 A step may be planned while the last one runs, whose tokens the host has not seen. Then a request that decodes is
 planned on: if that token turns out to end it, what the next step does for it is in vain, and harmless. A request that
 cannot go on without its token is left out, and nothing is taken from a request.
+
+Drafts take what is there: a request's drafts never pass its length limit, and nothing is pushed out for them. While
+they are unverified the request counts as if all were accepted, so that its pages are there whatever comes; those stay
+its own when drafts are rejected.
 """
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from deltagram.attention.cache import PagePool
+from deltagram.engine.prefix import Checkpoint, PrefixCache
 from deltagram.engine.request import FinishReason, Request, Status
+from deltagram.engine.speculate import Speculation
 from deltagram.gdn.state import SlotPool
 from deltagram.step.buckets import ExactBuckets, Ladder
 from deltagram.step.plan import CHUNK, Entry, Kind, PageGrant, StepPlan
@@ -22,20 +29,35 @@ from deltagram.step.plan import CHUNK, Entry, Kind, PageGrant, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """A plan, with the requests of its entries, and those that were given a slot for it."""
+    """A plan, with the requests of its entries, and those that were given a slot for it.
+
+    restored: checkpoints whose states go to requests' slots before the step; saved: states that go to checkpoints after
+    it, which count once the step has ended well.
+    """
 
     plan: StepPlan
     requests: tuple[Request, ...]
     admitted: tuple[Request, ...]
+    restored: tuple[tuple[Request, Checkpoint], ...] = ()
+    saved: tuple[tuple[Request, Checkpoint], ...] = ()
 
 
 class Scheduler:
-    """Owns the queue, the slots and the pages. Decides from host state alone."""
+    """Owns the queue, the slots and the pages, and says which `prefixes` are kept. Decides from host state alone."""
 
     def __init__(
-        self, slots: SlotPool, pages: PagePool, page_size: int, max_num_tokens: int, buckets: ExactBuckets | Ladder
+        self,
+        slots: SlotPool,
+        pages: PagePool,
+        page_size: int,
+        max_num_tokens: int,
+        buckets: ExactBuckets | Ladder,
+        speculation: Speculation | None = None,
+        prefixes: PrefixCache | None = None,
     ) -> None:
-        assert max_num_tokens >= CHUNK - 1 + slots.num_slots, "a chunk must fit beside every other request's token"
+        least = CHUNK - 1 + slots.num_slots * (1 + buckets.max_draft)
+        assert max_num_tokens >= least, "a chunk must fit beside every other request's tokens"
+        self.speculation, self.prefixes = speculation, prefixes
         buckets.fit(max_num_tokens, slots.num_slots, mixed=True)  # refuses a ladder that is too short
         self.slots, self.pages, self.page_size = slots, pages, page_size
         self.max_num_tokens, self.buckets = max_num_tokens, buckets
@@ -72,7 +94,8 @@ class Scheduler:
         self.running.remove(request)
         self._release(request)
         assert request.in_flight == 0, "a token that is on its way would be lost"
-        request.status, request.computed = Status.WAITING, 0
+        request.status, request.computed, request.uncertain = Status.WAITING, 0, 0
+        request.drafts, request.drafted, request.num_draft = (), 0, 0
         request.prompt_logits.clear()
         request.num_preemptions += 1
         self.num_preemptions += 1
@@ -96,45 +119,70 @@ class Scheduler:
 
         for request in list(self.running):
             if request.status is Status.RUNNING and not request.is_prefilling and not self._must_wait(request):
-                budget -= run(request, 1)
+                budget -= run(request, 1 + self._num_drafts(request))
         for request in list(self.running):
             if request.status is Status.RUNNING and request.is_prefilling:
-                size = self._chunk(request, request.prefill_target, budget)
+                size = self._chunk(request.computed, self._goal(request), budget)
                 budget -= run(request, size) if size else 0
-        admitted = []
+        admitted: list[Request] = []
+        restored: list[tuple[Request, Checkpoint]] = []
         while self.waiting and self.slots.num_free:
             request = self.waiting[0]
-            size = self._chunk(request, len(request.tokens), budget)
-            owed = sum(self._pages_for(len(r.tokens) + r.in_flight + 1) - len(r.pages) for r in self.running)
-            crowded = self.running and self._pages_for(len(request.tokens) + 1) > self.pages.num_free - owed
-            if not size or crowded:  # others would soon push it out of a crowded pool; it may be one just pushed out
-                break
+            found = self.prefixes.find(request) if self.prefixes else None
+            start = found.position if found else 0
+            size = self._chunk(start, len(request.tokens), budget)
+            if not size or (self.running and self._is_crowded(request, found)):
+                break  # others would soon push it out of a crowded pool; it may be one just pushed out
             self.waiting.popleft()
-            self._admit(request)
+            self._admit(request, found)
             admitted.append(request)
-            budget -= run(request, size)
+            if found:
+                restored.append((request, found))
+            budget -= run(request, self._chunk(start, self._goal(request), budget))
         if not chosen:
             return None
-        return self._plan(list(chosen.values()), grants, tuple(admitted))
+        return self._plan(list(chosen.values()), grants, tuple(admitted), tuple(restored))
 
     def _plan(
-        self, chosen: list[tuple[Request, int]], grants: dict[int, list[PageGrant]], admitted: tuple[Request, ...]
+        self,
+        chosen: list[tuple[Request, int]],
+        grants: dict[int, list[PageGrant]],
+        admitted: tuple[Request, ...],
+        restored: tuple[tuple[Request, Checkpoint], ...],
     ) -> Scheduled:
-        chosen.sort(key=lambda pair: pair[0].is_prefilling)
-        entries = tuple(self._entry(request, size) for request, size in chosen)
+        chosen.sort(key=lambda pair: self._kind(*pair))
+        drafting = any(request.drafted for request, _ in chosen)  # what its last step drafted may be pending
+        entries = []
+        for request, size in chosen:
+            entry = self._entry(request, size, len(chosen))
+            grants[request.id] += self._take_pages(request, request.computed + entry.wanted)
+            drafting |= entry.num_draft + entry.wanted > 0
+            entries.append(entry)
         samples = sum(entry.num_samples for entry in entries)
         mixed = entries[-1].kind is Kind.PREFILL
-        bucket = self.buckets.fit(sum(size for _, size in chosen), len(chosen), mixed, samples)
+        bucket = self.buckets.fit(sum(size for _, size in chosen), len(chosen), mixed, samples, drafting)
         requests = tuple(request for request, _ in chosen)
         granted = tuple(grant for request in requests for grant in grants[request.id])
-        plan = StepPlan(self._next_step, bucket, entries, granted)
+        plan = StepPlan(self._next_step, bucket, tuple(entries), granted)
         self._next_step += 1
-        return Scheduled(plan, requests, admitted)
+        return Scheduled(plan, requests, admitted, restored, self._saved(requests))
 
-    def retire(self, scheduled: Scheduled) -> None:
-        """A step has ended, well or not: nothing of it is on its way any more."""
+    def retire(self, scheduled: Scheduled, added: Mapping[int, int] | None = None) -> None:
+        """A step has ended, well or not: nothing of it is on its way any more. `added`, of one that ended well, has how
+        many tokens it brought each request, by id."""
         for entry, request in zip(scheduled.plan.entries, scheduled.requests, strict=True):
             request.in_flight -= entry.samples
+            if added is not None and request.status is Status.RUNNING and entry.samples:
+                request.uncertain -= entry.num_draft
+                request.computed -= 1 + entry.num_draft - added[request.id]
+                if self.speculation is not None:
+                    self.speculation.learn(request, entry.num_draft, added[request.id], len(scheduled.requests))
+        for request, checkpoint in scheduled.saved:
+            assert self.prefixes is not None
+            if added is not None and request.status is Status.RUNNING:
+                self.prefixes.keep(checkpoint)
+            else:
+                self.freed_pages += self.prefixes.drop(checkpoint)
 
     def undo(self, scheduled: Scheduled) -> None:
         """Of a step that was broken off, and retired, nothing counts as computed: its requests are computed anew."""
@@ -149,27 +197,69 @@ class Scheduler:
         return freed
 
     def check_empty(self) -> None:
-        """Nothing runs or waits, and every slot and page is free."""
+        """Nothing runs or waits, and every slot, page and checkpoint is free, or becomes so with the prefix cache."""
         assert not self.has_work
         self.slots.check_empty()
+        if self.prefixes is not None:
+            self.prefixes.check()
+            while not self.prefixes.is_empty:
+                self.freed_pages += self.prefixes.evict()
+            self.prefixes.check()
         self.pages.check_empty()
 
-    def _entry(self, request: Request, size: int) -> Entry:
-        start = request.computed
-        kind = Kind.PREFILL if request.is_prefilling else Kind.DECODE
+    @staticmethod
+    def _kind(request: Request, size: int) -> Kind:
+        return Kind.PREFILL if request.is_prefilling else Kind.VERIFY if size > 1 else Kind.DECODE
+
+    def _entry(self, request: Request, size: int, sequences: int) -> Entry:
+        start, slot, kind, uncertain = request.computed, request.slot, self._kind(request, size), request.uncertain
+        drafts = 0 if kind is Kind.PREFILL else size - 1
+        given, request.drafts = request.drafts[:drafts], ()
         request.computed += size
+        request.uncertain += drafts
+        request.drafted = drafts
         last = request.computed >= request.prefill_target
         request.in_flight += last
-        slot = request.slot
-        return Entry(slot, request.generation, slot, kind, size, start, is_last_chunk=last)
+        wanted = request.num_draft = self._wanted(request, sequences) if last else 0
+        return Entry(slot, request.generation, slot, kind, size, start, drafts, last, uncertain, given, wanted)
+
+    def _num_drafts(self, request: Request) -> int:
+        """Drafts that the next step of a request that decodes verifies."""
+        return self._drafts_that_fit(request, max(len(request.drafts), request.num_draft), request.computed + 1)
+
+    def _wanted(self, request: Request, sequences: int) -> int:
+        """Drafts that a draft head leaves for the step after the one that `computed` counts already."""
+        if self.speculation is None or self.speculation.drafter is not None:
+            return 0
+        return self._drafts_that_fit(request, self.speculation.num_wanted(request, sequences), request.computed + 1)
+
+    def _drafts_that_fit(self, request: Request, drafts: int, known: int) -> int:
+        """As many of the drafts after `known` tokens as the length limit and the free pages allow."""
+        drafts = min(drafts, request.max_length - known - 1)
+        if self._pages_for(known + drafts) - len(request.pages) > self.pages.num_free:
+            drafts = min(drafts, (len(request.pages) + self.pages.num_free) * self.page_size - known)
+        return max(drafts, 0)
+
+    def _saved(self, requests: tuple[Request, ...]) -> tuple[tuple[Request, Checkpoint], ...]:
+        saved = []
+        for request in requests:
+            if self.prefixes is not None and request.computed in request.cuts:
+                checkpoint, freed = self.prefixes.reserve(request)
+                self.freed_pages += freed
+                if checkpoint is not None:
+                    saved.append((request, checkpoint))
+        return tuple(saved)
 
     def _must_wait(self, request: Request) -> bool:
         """Whether a request that decodes has nothing to run before the host has seen the token that is on its way."""
-        return request.needs_last_token or len(request.tokens) + request.in_flight >= request.max_length
+        return request.needs_last_token or request.computed + 1 >= request.max_length
 
-    def _chunk(self, request: Request, target: int, budget: int) -> int:
-        """Tokens of the request's next chunk on its way to `target` computed ones, within `budget`; 0 if none fits."""
-        start = request.computed
+    def _goal(self, request: Request) -> int:
+        """Where the request's next chunk ends, if it fits: its prefill's end, or a place where it is to be cut."""
+        return next((cut for cut in request.cuts if cut > request.computed), request.prefill_target)
+
+    def _chunk(self, start: int, target: int, budget: int) -> int:
+        """Tokens of the next chunk after `start`, on the way to `target`, within `budget`; 0 if none fits."""
         if target - start <= budget:
             return target - start
         return max((start + budget) // CHUNK * CHUNK - start, 0)
@@ -185,9 +275,12 @@ class Scheduler:
         grants: dict[int, list[PageGrant]],
         may_preempt: bool,
     ) -> bool:
-        """Pages for the request's first `num_tokens`, taken from the youngest requests if need be and they may; False
-        if there are none, or it lost its own."""
+        """Pages for the request's first `num_tokens`, taken from the prefix cache and then, if they may be, from the
+        youngest requests; False if there are none, or it lost its own."""
         while self._pages_for(num_tokens) - len(request.pages) > self.pages.num_free:
+            if self.prefixes is not None and not self.prefixes.is_empty:
+                self.freed_pages += self.prefixes.evict()
+                continue
             if not may_preempt:
                 return False
             youngest = self.running[-1]
@@ -195,23 +288,37 @@ class Scheduler:
             self.preempt(youngest)
             if youngest is request:
                 return False
-        granted = grants[request.id] = []
+        grants[request.id] = self._take_pages(request, num_tokens)
+        return True
+
+    def _take_pages(self, request: Request, num_tokens: int) -> list[PageGrant]:
+        granted = []
         while len(request.pages) < self._pages_for(num_tokens):
             page = self.pages.take(request.id)
             granted.append(PageGrant(request.slot, len(request.pages), page))
             request.pages.append(page)
-        return True
+        return granted
 
-    def _admit(self, request: Request) -> None:
-        request.slot = self.slots.take(request.id)
+    def _is_crowded(self, request: Request, found: Checkpoint | None) -> bool:
+        """Whether the waiting request, which goes on from `found`, would want pages that the running ones will."""
+        free = self.pages.num_free + (self.prefixes.num_evictable_pages if self.prefixes else 0)
+        owed = sum(max(self._pages_for(max(len(r.tokens), r.computed + 1) + 1) - len(r.pages), 0) for r in self.running)
+        shared = sum(not self.pages.is_idle(page) for page in found.pages) if found else 0
+        return self._pages_for(len(request.tokens) + 1) - shared > free - owed
+
+    def _admit(self, request: Request, found: Checkpoint | None) -> None:
+        request.slot = self.slots.take(request.id, found.position if found else 0)
         request.generation = self.slots.generation[request.slot]
         request.prefill_target = len(request.tokens)
         request.status = Status.RUNNING
+        if self.prefixes is not None:
+            self.prefixes.admit(request, found)
+        if self.speculation is not None:
+            self.speculation.follow(request)
         self.running.append(request)
 
     def _release(self, request: Request) -> None:
         self.slots.give_back(request.slot, request.id)
-        self.pages.give_back(request.pages, request.id)
+        self.freed_pages += self.pages.give_back(request.pages, request.id)
         self.freed_slots.append(request.slot)
-        self.freed_pages += request.pages
         request.slot, request.pages = -1, []

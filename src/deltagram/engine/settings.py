@@ -5,12 +5,14 @@ from typing import Any
 
 import torch
 
+from deltagram.engine.speculate import MAX_DRAFT
 from deltagram.models.config import ModelConfig
 from deltagram.ngram.exchange_choice import check_name
 from deltagram.ngram.placement import Placement
 from deltagram.ngram.sharding import check_way
 from deltagram.step.plan import CHUNK
 
+SPECULATION = ("off", "prompt_lookup", "mtp", "drafter")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -22,7 +24,8 @@ class Settings:
     dtype: what the model computes in: "auto" (float32 on a CPU, bfloat16 on a GPU), "float32" or "bfloat16".
     max_context: tokens a request may reach, prompt and output together; the model's own limit if None.
     max_num_sequences: requests that run at once; others wait.
-    max_num_tokens: tokens of the largest step, at least 63 + max_num_sequences; longer prompts are run in chunks.
+    max_num_tokens: tokens of the largest step, at least 63 + max_num_sequences, or + (1 + num_draft) *
+        max_num_sequences with speculation; longer prompts are run in chunks.
     cache_bytes: memory for keys, values and index keys; 1 GiB on a CPU and 60 % of what is free on a GPU if None.
     state_dtype: what the recurrent state is kept in. "bfloat16", on a GPU only, halves what a decode step moves and
         costs accuracy, with every token a little more: docs/gated-delta.md has the figures of both.
@@ -35,6 +38,14 @@ class Settings:
         asks for it. The bits are the same.
     eager: run steps without capturing them as graphs. Slow; for debugging. On a CPU there are no graphs.
     graph_bytes: memory the graphs may take; starting fails if they need more. No bound if None.
+    speculation: who drafts tokens that the next step verifies: "off"; "prompt_lookup", from the request's own text;
+        "mtp", the checkpoint's draft head; "drafter", the callable given to LLM(drafter=...). The tokens are the same.
+    num_draft: the most drafts a step verifies for a request, 1 to 5.
+    adaptive_drafts: draft as much for each request as pays, which may be nothing; else always `num_draft`.
+    synthetic_acceptance: for benchmarks only: tokens that a step with drafts is to add on average, 1 to 1 + num_draft,
+        whatever was drafted. The text is then nonsense.
+    prefix_cache_bytes: device memory for copies of states that let requests go on from beginnings which others had too;
+        0 keeps none. Their keys and values stay in `cache_bytes`, until requests need them. See docs/speculation.md.
     poison: fill free slots and pages with NaN, to show that no result depends on them. Slow; for tests.
     """
 
@@ -51,6 +62,11 @@ class Settings:
     run_ahead: bool = True
     eager: bool = False
     graph_bytes: int | None = None
+    speculation: str = "off"
+    num_draft: int = 3
+    adaptive_drafts: bool = True
+    synthetic_acceptance: float | None = None
+    prefix_cache_bytes: int = 0
     poison: bool = False
 
 
@@ -71,7 +87,17 @@ class Resolved:
     run_ahead: bool
     eager: bool
     graph_bytes: int | None
+    speculation: str
+    num_draft: int
+    adaptive_drafts: bool
+    synthetic_acceptance: float | None
+    prefix_cache_bytes: int
     poison: bool
+
+    @property
+    def max_draft(self) -> int:
+        """The most drafts a step verifies for a request; 0 without speculation."""
+        return self.num_draft if self.speculation != "off" else 0
 
 
 def parse(values: dict[str, Any]) -> Settings:
@@ -110,12 +136,34 @@ def resolve(settings: Settings, config: ModelConfig) -> Resolved:
     if settings.max_context == 1:
         problems.append("max_context must be at least 2, a token to read and one to write, got 1")
     sizes = positive("max_num_sequences"), positive("max_num_tokens")
-    least = CHUNK - 1 + settings.max_num_sequences if all(sizes) else 0
-    if all(sizes) and settings.max_num_tokens < least:
-        problems.append(
-            f"max_num_tokens must be at least {least}, a prefill chunk of {CHUNK} beside a token for each other of the "
-            f"{settings.max_num_sequences} requests of max_num_sequences, got {settings.max_num_tokens}"
-        )
+    drafting = settings.speculation != "off"
+    if settings.speculation not in SPECULATION:
+        problems.append(f"speculation must be one of {', '.join(SPECULATION)}, got {settings.speculation!r}")
+    if positive("num_draft") and settings.num_draft > MAX_DRAFT:
+        problems.append(f"num_draft must be from 1 to {MAX_DRAFT}, got {settings.num_draft}")
+    elif all(sizes) and isinstance(settings.num_draft, int):
+        least = CHUNK - 1 + settings.max_num_sequences * (1 + settings.num_draft * drafting)
+        if settings.max_num_tokens < least:
+            problems.append(
+                f"max_num_tokens must be at least {least}, a prefill chunk of {CHUNK} beside a token"
+                f"{' and num_draft drafts' if drafting else ''} for each other of the {settings.max_num_sequences} "
+                f"requests of max_num_sequences, got {settings.max_num_tokens}"
+            )
+    mean = settings.synthetic_acceptance
+    if mean is not None:
+        numeric = isinstance(mean, int | float) and not isinstance(mean, bool)
+        if (
+            not drafting
+            or not numeric
+            or not isinstance(settings.num_draft, int)
+            or not 1 <= mean <= 1 + settings.num_draft
+        ):
+            problems.append(
+                f"synthetic_acceptance must be None, or with speculation a number from 1 to 1 + num_draft, got {mean!r}"
+            )
+    kept = settings.prefix_cache_bytes
+    if not isinstance(kept, int) or isinstance(kept, bool) or kept < 0:
+        problems.append(f"prefix_cache_bytes must be an integer of at least 0, got {kept!r}")
     positive("cache_bytes", optional=True)
     positive("graph_bytes", optional=True)
     if settings.state_dtype not in ("float32", *(["bfloat16"] if device.type == "cuda" else [])):
@@ -129,7 +177,7 @@ def resolve(settings: Settings, config: ModelConfig) -> Resolved:
             check(value)
         except (ValueError, TypeError) as error:
             problems.append(str(error))
-    for name in ("run_ahead", "eager", "poison"):
+    for name in ("run_ahead", "eager", "adaptive_drafts", "poison"):
         if not isinstance(getattr(settings, name), bool):
             problems.append(f"{name} must be True or False, got {getattr(settings, name)!r}")
     if problems:
@@ -148,6 +196,11 @@ def resolve(settings: Settings, config: ModelConfig) -> Resolved:
         settings.run_ahead,
         settings.eager,
         settings.graph_bytes,
+        settings.speculation,
+        settings.num_draft,
+        settings.adaptive_drafts,
+        settings.synthetic_acceptance,
+        settings.prefix_cache_bytes,
         settings.poison,
     )
 

@@ -75,8 +75,8 @@ class SlotPool:
         num_draft: int = 0,
         uncertain: int = 0,
     ) -> None:
-        """Check that the slot holds `request`'s first `start` tokens, or up to `uncertain` less where nobody on the host
-        knows, and note that a step brings it `num_new` further, the last `num_draft` of which may yet be rejected.
+        """Check that the slot holds `request`'s first `start` tokens, or up to `uncertain` less where nobody on the
+        host knows, and note that a step brings it `num_new` further, the last `num_draft` of which may yet be rejected.
         Raises RuntimeError if it does not."""
         owner = self._owners.get(slot)
         if owner is None or owner.request != request or self.generation[slot] != generation:

@@ -27,10 +27,13 @@ class StepBuffers:
         width = 2 + max_draft
         self.packed = torch.zeros(max_packed, dtype=torch.int32, device=device)
         self._given = host(max_packed, torch.int32)
-        self._report = torch.zeros(2 + max_sequences * width, dtype=torch.int32, device=device)
+        size = max_sequences * width
+        self._report = torch.zeros(
+            2 + size + size % 2, dtype=torch.int32, device=device
+        )  # int64 come first: of even size
         self._reports = host(len(self._report), torch.int32)
         self.steps = self._report[:2].view(torch.int64)
-        self.tokens = self._report[2:].view(max_sequences, width)
+        self.tokens = self._report[2 : 2 + size].view(max_sequences, width)
         self._brought: list[tuple[Tensor, ...]] = []
         self.filled = 0
 
@@ -76,5 +79,5 @@ class Report:
         done = int(self._host[:2].view(torch.int64))
         if done != self._step:
             raise RuntimeError(f"the report of step {self._step} says it is step {done}'s: a buffer is stale")
-        rows: list[list[int]] = self._host[2:].view(self._shape).tolist()
+        rows: list[list[int]] = self._host[2 : 2 + self._shape.numel()].view(self._shape).tolist()
         return [row[1 : 1 + row[0]] for row in rows]

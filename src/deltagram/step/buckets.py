@@ -15,8 +15,11 @@ class ExactBuckets:
 
     max_draft: int = 0
 
-    def fit(self, tokens: int, sequences: int, mixed: bool, samples: int | None = None) -> Bucket:
-        return Bucket(tokens, sequences, mixed, self.max_draft, samples)
+    def fit(
+        self, tokens: int, sequences: int, mixed: bool, samples: int | None = None, drafting: bool = True
+    ) -> Bucket:
+        """`drafting`: whether there are drafts, or some that the last step left."""
+        return Bucket(tokens, sequences, mixed, self.max_draft if drafting else 0, samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +51,10 @@ class Ladder:
         sizes = [(tokens, True) for tokens in self.mixed] + [(tokens, False) for tokens in self.decode]
         return [self._bucket(tokens, mixed) for tokens, mixed in sorted(sizes, reverse=True)]
 
-    def fit(self, tokens: int, sequences: int, mixed: bool, samples: int | None = None) -> Bucket:
-        """`samples` is not needed: a bucket has room for all that its sequences can have."""
+    def fit(
+        self, tokens: int, sequences: int, mixed: bool, samples: int | None = None, drafting: bool = True
+    ) -> Bucket:
+        """`samples` and `drafting` are not needed: a bucket has room for all that its sequences can have."""
         rungs = self.mixed if mixed else self.decode
         rung = bisect_left(rungs, tokens)
         if rung == len(rungs) or sequences > self.sequences:

@@ -1,0 +1,154 @@
+"""Speculation: drafts of the tokens to come, which the next step verifies all at once.
+
+A token is a function of the text before it, the seed and its position (engine/sampler.py), so a step samples after
+every draft and keeps the drafts that were sampled: what comes out is what would have come without drafts, token by
+token, at any temperature. A drafter decides how many steps that takes, and nothing else.
+
+Who drafts:
+- prompt lookup: what followed the last tokens where they stood before, in the request's own text;
+- a callable of the user's;
+- a draft head of the checkpoint's (models/mtp.py), on the device, at the end of each step: the host says how many.
+
+The first two need a request's last token on the host before its next step is planned.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from deltagram.engine.request import Request
+
+MAX_DRAFT = 5
+PROBE_AFTER = 32  # tokens after which a request that does not draft tries again
+SHORTEST, LONGEST = 2, 4  # tokens that prompt lookup compares
+
+
+class Drafter(Protocol):
+    """A user's own drafter."""
+
+    def __call__(self, tokens: Sequence[int], num_draft: int, /) -> Sequence[int]:
+        """Up to `num_draft` token ids that may follow `tokens`, a request's prompt and output; none is fine."""
+        ...
+
+
+class PromptLookup:
+    """Where each run of SHORTEST to LONGEST tokens of one text stood last, kept up as the text grows."""
+
+    def __init__(self) -> None:
+        self._ends: dict[tuple[int, ...], int] = {}
+        self._done = SHORTEST
+
+    def __call__(self, tokens: Sequence[int], num_draft: int, /) -> list[int]:
+        """What followed the longest run that the text ends with; a period that ends the text goes on and on."""
+        for end in range(self._done, len(tokens)):
+            for size in range(SHORTEST, min(LONGEST, end) + 1):
+                self._ends[tuple(tokens[end - size : end])] = end
+        self._done = max(self._done, len(tokens))
+        for size in range(min(LONGEST, len(tokens)), SHORTEST - 1, -1):
+            end = self._ends.get(tuple(tokens[-size:]), 0)
+            if end:
+                period = len(tokens) - end
+                return [tokens[end + i % period] for i in range(num_draft)]
+        return []
+
+
+@dataclass(slots=True)
+class Gain:
+    """What drafts have brought one request: the chance that a draft is accepted if those before it are."""
+
+    chance: float = 0.6  # until it is known better
+    quiet: int = 0  # tokens since it drafted
+
+    def learn(self, drafted: int, added: int) -> None:
+        """A step verified `drafted` drafts and added `added` tokens. Of drafts after a rejected one nothing is
+        learnt."""
+        if not drafted:
+            self.quiet += added
+            return
+        self.quiet, accepted = 0, added - 1
+        tried = min(accepted + 1, drafted)
+        kept = 0.9**tried
+        self.chance = kept * self.chance + (1 - kept) * accepted / tried
+
+    def worth(self, most: int, price: float) -> int:
+        """Drafts that gain more than they cost, of at most `most`. `price` is a draft's time, in times of a token
+        without drafts. Now and then one is tried all the same."""
+        chance = min(max(self.chance, 0.001), 0.999)
+        worth = min(most, int(math.log(price) / math.log(chance)))
+        return 1 if worth == 0 and self.quiet >= PROBE_AFTER else worth
+
+
+@dataclass(slots=True)
+class StepCost:
+    """Seconds of a step without prefill, a + b * tokens, as fitted to those that have run; old ones fade."""
+
+    sums: list[float] = field(default_factory=lambda: [0.0] * 5)  # of 1, n, n n, t, n t
+
+    def learn(self, tokens: int, seconds: float) -> None:
+        new = (1.0, tokens, tokens * tokens, seconds, tokens * seconds)
+        self.sums = [0.99 * old + more for old, more in zip(self.sums, new, strict=True)]
+
+    def price(self, sequences: int) -> float:
+        """One more token, in times of what a token of a step of `sequences` tokens costs."""
+        count, n, nn, t, nt = self.sums
+        spread = count * nn - n * n
+        if spread <= 0.05 * count * count:  # nearly all steps were of one size
+            return 0.15
+        b = (count * nt - n * t) / spread
+        a = (t - b * n) / count
+        token = a / sequences + b
+        return min(max(b / token, 0.02), 0.95) if token > 0 else 0.95
+
+
+class Speculation:
+    """Who drafts how much, for the requests of one engine.
+
+    num_draft: the most a step; adaptive: what pays for each request, which may be nothing; drafter: the host's, which
+    is PromptLookup or a user's; None for a draft head.
+    """
+
+    def __init__(self, num_draft: int, adaptive: bool, drafter: Drafter | type[PromptLookup] | None) -> None:
+        self.num_draft, self.adaptive, self.drafter = num_draft, adaptive, drafter
+        self.cost = StepCost()
+
+    def num_wanted(self, request: Request, sequences: int) -> int:
+        """Drafts that the request's next step should verify, as one of `sequences`."""
+        if request.constraint is not None:  # what may follow a draft is not known before it is the text
+            return 0
+        return request.gain.worth(self.num_draft, self.cost.price(sequences)) if self.adaptive else self.num_draft
+
+    def propose(self, request: Request, sequences: int, vocab_size: int) -> None:
+        """Have the host's drafter set `request.drafts`. Raises what it raises, and ValueError for what is no token."""
+        request.drafts = ()
+        wanted = self.num_wanted(request, sequences)
+        if not wanted or self.drafter is None:
+            return
+        if self.drafter is PromptLookup:
+            request.lookup = request.lookup or PromptLookup()
+            drafts: Sequence[int] = request.lookup(request.tokens, wanted)
+        else:
+            assert not isinstance(self.drafter, type)
+            drafts = self.drafter(tuple(request.tokens), wanted)
+            for token in drafts:
+                if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+                    raise ValueError(f"drafts must be token ids from 0 to {vocab_size - 1}, got {token!r:.200}")
+        request.drafts = _cut(tuple(drafts)[:wanted], request.end_token_ids)
+
+    def learn(self, request: Request, drafted: int, added: int, sequences: int) -> None:
+        """A step of `sequences` has verified `drafted` drafts of the request, and added `added` tokens."""
+        request.gain.learn(drafted, added)
+        self.follow(request, sequences)
+
+    def follow(self, request: Request, sequences: int = 1) -> None:
+        """Say whether the host is to see the request's last token before its next step is planned."""
+        request.drafts_on_host = self.drafter is not None and self.num_wanted(request, sequences) > 0
+
+
+def _cut(drafts: tuple[int, ...], end_token_ids: frozenset[int]) -> tuple[int, ...]:
+    """Drafts up to the first that would end the request, itself included."""
+    ends = (i + 1 for i, token in enumerate(drafts) if token in end_token_ids)
+    return drafts[: next(ends, len(drafts))]
