@@ -1,12 +1,15 @@
 """Clients that others wrote, on the shipped model. Each runs with every interpreter of DELTAGRAM_CLIENTS that has it
 (paths, separated by colons), so that two versions of one client can be tried; without the variable, with our own."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from deltagram.llm import shipped_model
 
 pytestmark = pytest.mark.conformance
 HERE = Path(__file__).parent
@@ -52,3 +55,18 @@ def test_schemathesis_finds_no_server_error(shipped):
         "--checks", "not_a_server_error", "--max-examples", examples, "--seed", "1",
         "--phases", "examples,coverage,fuzzing", "--request-timeout", "60", "--no-color",
     )  # fmt: skip
+
+
+def test_guidellm_loads_the_server(shipped, tmp_path):
+    python, report = having("guidellm")[0], tmp_path / "report.json"
+    run(
+        python, "-m", "guidellm", "run", "--disable-console",
+        "--backend", f"kind=openai_http,target={shipped.url},model={MODEL},api_key={KEY}",
+        "--profile", "kind=concurrent,streams=4", "--constraint", "kind=max_requests,count=12",
+        "--tokenizer", f"kind=hf_auto,model={shipped_model()}",
+        "--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=16", "--output", f"kind=json,path={report}",
+    )  # fmt: skip
+    (benchmark,) = json.loads(report.read_text())["benchmarks"]
+    totals = benchmark["metrics"]["request_totals"]
+    assert totals["successful"] == 12 and totals["errored"] == totals["incomplete"] == 0
+    assert benchmark["metrics"]["output_token_count"]["successful"]["mean"] == 16
