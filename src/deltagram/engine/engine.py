@@ -68,6 +68,9 @@ class Stats:
     padding_tokens: int = 0
     memory_rows: int = 0
     preemptions: int = 0
+    run_ahead_hits: int = 0  # memory chains that were done when their layer asked
+    run_ahead_stalls: int = 0  # those that their layer waited for
+    run_ahead_stall_seconds: float = 0.0
     eager_segments: int = 0  # parts of steps that no graph held, where steps are captured
     seconds: float = 0.0
     peak_pages: int = 0
@@ -134,6 +137,7 @@ class Engine:
         self._depth = 2 if (on_gpu if ahead is None else ahead) else 1  # steps that run at once
         self._in_flight: deque[tuple[Launched, float]] = deque()  # and when each was launched
         self._last_end = 0.0
+        self._counts_waits = model.run_ahead is not None and model.run_ahead.stream is not None
         self.max_length = min(settings.max_context, num_pages * page)
         self.stats = Stats(num_pages=num_pages)
         self._next_id = 0
@@ -382,6 +386,11 @@ class Engine:
         stats.memory_rows += plan.num_tokens * self._rows_a_token
         stats.preemptions = self.scheduler.num_preemptions
         stats.eager_segments += launched.num_eager
+        if self._counts_waits:
+            waits = launched.report.waits()
+            stats.run_ahead_hits += sum(wait <= 0 for wait in waits)
+            stats.run_ahead_stalls += sum(wait > 0 for wait in waits)
+            stats.run_ahead_stall_seconds += sum(max(wait, 0) for wait in waits) / 1e9
         stats.seconds += seconds
         stats.num_steps += 1
         stats.peak_pages = max(stats.peak_pages, self.scheduler.pages.num_pages - self.scheduler.pages.num_free)

@@ -85,7 +85,9 @@ class Runner:
         self.history = TokenHistory(num_slots + 1, settings.max_context, self.device)
         pages_a_request = -(-settings.max_context // self.page_size)
         self.page_table = torch.zeros(num_slots + 1, pages_a_request, dtype=torch.int32, device=self.device)
-        self.buffers = StepBuffers(packed_size(largest, self.page_size), largest.sequences, self.max_draft, self.device)
+        ahead = model.run_ahead
+        sizes = largest.sequences, self.max_draft, len(ahead.stores) if ahead else 0
+        self.buffers = StepBuffers(packed_size(largest, self.page_size), *sizes, self.device)
         self._staged_pages: Tensor | None = None
         self._pools: list[Tensor] = []  # what a request's next chunk goes on from
         self._rings: list[Tensor] = []  # what only its next step reads
@@ -94,6 +96,7 @@ class Runner:
         self._give_checkpoints(settings.prefix_cache_bytes)
         if model.run_ahead is not None:
             model.run_ahead.go_ahead(settings.run_ahead)
+            model.run_ahead.times = self.buffers.times
         self.graphs: StepGraphs | None = None
         self.stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":

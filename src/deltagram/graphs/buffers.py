@@ -16,11 +16,13 @@ class StepBuffers:
     """Buffers for steps of up to `max_packed` packed numbers and `max_sequences` sequences.
 
     packed: int32 [max_packed], the table; steps: int64 [1], how many steps the device has committed;
-    tokens: int32 [max_sequences, 2 + max_draft], see kernels/commit_tokens.py. All on the device; `steps` and `tokens`
-    are views of one buffer, so that one copy brings them to the host.
+    tokens: int32 [max_sequences, 2 + max_draft], see kernels/commit_tokens.py; times: int64 [max_chains, 2], see
+    ngram/run_ahead.py. All on the device; the latter three are views of one buffer, which one copy brings to the host.
     """
 
-    def __init__(self, max_packed: int, max_sequences: int, max_draft: int, device: torch.device) -> None:
+    def __init__(
+        self, max_packed: int, max_sequences: int, max_draft: int, max_chains: int, device: torch.device
+    ) -> None:
         def host(size: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(IN_FLIGHT, size, dtype=dtype, pin_memory=device.type == "cuda")
 
@@ -28,12 +30,12 @@ class StepBuffers:
         self.packed = torch.zeros(max_packed, dtype=torch.int32, device=device)
         self._given = host(max_packed, torch.int32)
         size = max_sequences * width
-        self._report = torch.zeros(
-            2 + size + size % 2, dtype=torch.int32, device=device
-        )  # int64 come first: of even size
-        self._reports = host(len(self._report), torch.int32)
-        self.steps = self._report[:2].view(torch.int64)
-        self.tokens = self._report[2 : 2 + size].view(max_sequences, width)
+        self._wide = 2 * (1 + 2 * max_chains)  # int64 come first
+        self._report = torch.zeros(self._wide + size, dtype=torch.int32, device=device)
+        self._reports = host(len(self._report) + len(self._report) % 2, torch.int32)
+        wide = self._report[: self._wide].view(torch.int64)
+        self.steps, self.times = wide[:1], wide[1:].view(max_chains, 2)
+        self.tokens = self._report[self._wide :].view(max_sequences, width)
         self._brought: list[tuple[Tensor, ...]] = []
         self.filled = 0
 
@@ -62,22 +64,27 @@ class StepBuffers:
 
     def report(self) -> "Report":
         """Copy the report of the step that was filled last to the host, for whoever waits for the copy."""
-        host = self._reports[(self.filled - 1) % IN_FLIGHT]
+        host = self._reports[(self.filled - 1) % IN_FLIGHT][: len(self._report)]
         host.copy_(self._report, non_blocking=True)
-        return Report(host, self.filled, self.tokens.shape)
+        return Report(host, self.filled, self._wide, self.tokens.shape)
 
 
 class Report:
     """A step's report in host memory, once it has come there."""
 
-    def __init__(self, host: Tensor, step: int, shape: torch.Size) -> None:
-        self._host, self._step, self._shape = host, step, shape
+    def __init__(self, host: Tensor, step: int, wide: int, shape: torch.Size) -> None:
+        self._wide, self._narrow = host[:wide].view(torch.int64), host[wide:].view(shape)
+        self._step = step
+
+    def waits(self) -> list[int]:
+        """Nanoseconds that each memory layer waited for its chain; below 0, how long the chain was ready before."""
+        return [ready - asked for ready, asked in self._wide[1:].view(-1, 2).tolist()]
 
     def tokens(self) -> list[list[int]]:
         """The tokens of each sequence. Raises RuntimeError for a report that is another step's: a buffer was not
         refreshed, and nothing it says can be believed."""
-        done = int(self._host[:2].view(torch.int64))
+        done = int(self._wide[0])
         if done != self._step:
             raise RuntimeError(f"the report of step {self._step} says it is step {done}'s: a buffer is stale")
-        rows: list[list[int]] = self._host[2 : 2 + self._shape.numel()].view(self._shape).tolist()
+        rows: list[list[int]] = self._narrow.tolist()
         return [row[1 : 1 + row[0]] for row in rows]

@@ -13,6 +13,7 @@ holds a step up longer than one of its blocks takes.
 import torch
 from torch import Tensor
 
+from deltagram.kernels.stamp import stamp
 from deltagram.ngram.exchange import Exchange
 from deltagram.ngram.layer import MemoryProjection
 from deltagram.ngram.spec import HashConstants, HashSpec
@@ -29,6 +30,9 @@ class RunAhead:
 
     `ahead` False runs each chain where its layer asks for it, with the same kernels. On a CPU there is no second
     stream, and the same is done.
+
+    times: int64 [chains, 2] on the device, when each chain of the last step was done and when its layer asked for it,
+    in nanoseconds: what tells chains that were hidden from those that a layer waited for. Of chains that run ahead.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class RunAhead:
         self.go_ahead(ahead)
         self.exchange: Exchange | None = None  # where ranks hold the tables together
         self.slot = 0  # tokens, which all ranks agreed on for the next step; 0: as many as their common bucket has
+        self.times = torch.zeros(len(stores), 2, dtype=torch.int64, device=device)
         self._open = False  # whether chains run that have not been joined
         self._ids: Tensor | None = None
         self._rows: dict[int, Tensor] = {}  # of tables that no graph can read
@@ -80,6 +85,7 @@ class RunAhead:
             self._exchange(self._ids)
             for i in range(len(self.stores)):
                 self._made[i] = self._chain(i)
+                stamp(self.times[i, :1])
                 self._done[i] = self.stream.record_event()
 
     def take(self, layer: int) -> KeyValue:
@@ -89,6 +95,7 @@ class RunAhead:
         if i not in self._made:
             return self._chain(i)
         if i in self._done:
+            stamp(self.times[i, 1:])
             torch.cuda.current_stream(self.device).wait_event(self._done.pop(i))
         return self._made[i]
 
