@@ -1,7 +1,9 @@
 """CPU decode and prefill of the shipped model, against transformers' generate on the same weights, fp32, same threads.
 
 The two take turns, so that a machine that slows down slows both; a figure is the median over the turns of the ratio
-of two neighbours. A decode step's time is that of NEW tokens less that of one, over NEW - 1.
+of two neighbours. Each turn is run once before it is timed: threads of either spin for milliseconds when they are
+done, on the core that the other's need, and its weights have left the caches. A decode step's time is that of NEW
+tokens less that of one, over NEW - 1.
 
     python benchmarks/cpu_generate.py [--rounds 7] [--threads 2 1]
 """
@@ -29,6 +31,7 @@ PROMPT = 64
 
 
 def seconds(run: Callable[[], Any]) -> float:
+    run()
     began = time.perf_counter()
     run()
     return time.perf_counter() - began
