@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from deltagram.ngram.checkpoint import TableSource
+from deltagram.ngram.disk import CHUNK
 from deltagram.ngram.host_step import CAPACITY
 from deltagram.ngram.memory import numa_nodes
 
@@ -21,8 +22,8 @@ def placement_rows(tables: Sequence[TableSource], device: torch.device, processe
     processes: how many would load the tables on this node.
     """
     total = sum(table.nbytes for table in tables)
-    staging = sum(CAPACITY * (table.format.row_bytes + 8) for table in tables)
     host, cuda = free_host_memory(), device.type == "cuda"
+    staging = sum((CAPACITY if cuda else CHUNK) * (table.format.row_bytes + 8) for table in tables)
     lock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if cuda else UNLIMITED
     free = torch.cuda.mem_get_info(device)[0] if cuda else host
     where = "device memory" if cuda else "memory"
