@@ -296,16 +296,16 @@ def gathered(threads: int, capacity: int = 1000) -> tuple[GatheredRows, torch.Te
     return GatheredRows(table, form, CPU, capacity, GatherThreads(threads)), table
 
 
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("threads", "capacity"), [(1, 200), (3, 1 << 15)])
 @pytest.mark.parametrize("kind", ["gathered", "fetched"])
-def test_rows_by_way_of_the_host(kind, threads):
+def test_rows_by_way_of_the_host(kind, threads, capacity):
     """Fewer rows than a piece, more than a chunk, more than there is room for; and after the helpers have slept."""
     form = FORMATS["ue8m0"]
-    rows, table = gathered(threads, 200)
+    rows, table = gathered(threads, capacity)
     if kind == "fetched":
-        rows = FetchedRows(lambda ids, into: row_lookup(table, ids, into), form, CPU, 200)
+        rows = FetchedRows(lambda ids, into: row_lookup(table, ids, into), form, CPU, capacity)
     plain = made("device", form, None)
-    for count in (1, 0, 64, 190, 1000, 3):
+    for count in (1, 0, 64, 190, 1000, 20_000, 3):
         ids = torch.randint(-1, ROWS, (count,))
         assert torch.equal(rows.lookup(ids, None, None), plain.lookup(ids, None))
         assert same_bits(rows.lookup(ids, torch.bfloat16, None), plain.lookup(ids, torch.bfloat16))
