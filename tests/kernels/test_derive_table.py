@@ -97,3 +97,40 @@ def test_the_gpu_agrees_on_large_steps(tokens: int, sequences: int, granted: int
     expected = derive_table(*packed, PAGE, tokens * sequences + 5, "reference")  # type: ignore[arg-type, misc]
     assert torch.equal(table.cpu(), packed[-1])
     assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(ours, expected, strict=True))
+
+
+@pytest.mark.gpu
+def test_a_replayed_graph_takes_the_step_of_its_replay() -> None:
+    """One bucket, other sequences, tokens and grants in every replay."""
+    packed, num_rows = step(0, True)
+    bucket = len(packed[1]) + 5, num_rows + 700  # sequences and tokens
+
+    def padded(packed: list[Tensor]) -> list[Tensor]:
+        counts, kind, row, cu_tokens, start, *rest = packed
+        pad = bucket[0] - len(kind)
+        return [
+            counts,
+            torch.cat([kind, kind.new_full((pad,), 3)]),
+            torch.cat([row, row.new_full((pad,), ROWS - 1)]),
+            torch.cat([cu_tokens, cu_tokens[-1:].expand(pad)]),
+            torch.cat([start, start.new_full((pad,), -1)]),
+            *rest,
+        ]
+
+    buffers = [each.cuda() for each in padded(packed)]
+    derive_table(*buffers, PAGE, bucket[1])  # type: ignore[arg-type, misc]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = derive_table(*buffers, PAGE, bucket[1])  # type: ignore[arg-type, misc]
+    for seed in range(20):
+        packed, num_rows = step(seed, True)
+        if len(packed[1]) > bucket[0] or num_rows > bucket[1]:
+            continue
+        packed = padded(packed)
+        for buffer, value in zip(buffers, packed, strict=True):
+            buffer.copy_(value)
+        graph.replay()
+        expected = derive_table(*packed, PAGE, bucket[1], "reference")  # type: ignore[arg-type, misc]
+        assert torch.equal(buffers[-1].cpu(), packed[-1])
+        assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(captured, expected, strict=True))
