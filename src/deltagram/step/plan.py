@@ -58,8 +58,8 @@ class Bucket:
     """The capacity a step is padded to: tokens, sequences, and whether it may hold prefill chunks.
 
     `max_draft` is the most drafted tokens a sequence of it may bring, or its last step has left to the rings; each of
-    them, and the token before, is sampled after. `samples`, if given, is the exact number of tokens that are, for a step
-    that is not captured.
+    them, and the token before, is sampled after. `samples`, if given, is the exact number of tokens that are, for a
+    step that is not captured.
     """
 
     tokens: int
