@@ -1,9 +1,9 @@
 """Attention on a GPU, in a CUDA graph: decode, drafts, prompts and selected blocks, at the shape of a 4B model.
 
 16 query heads over 4 key heads of 256, in bf16, gated, one layer; the indexed layer has 2 key heads, blocks of 64
-tokens and 32 of them selected. A call works on pages of its own as far as the pool goes, so that small contexts do not come
-from the L2 cache. `floor_us` is the time that keys and values take to be read once at 4.27 TB/s, or products at 800
-TFLOP/s if that is longer.
+tokens and 32 of them selected. A call works on pages of its own as far as the pool goes, so that small contexts do not
+come from the L2 cache. `floor_us` is the time that keys and values take to be read once at 4.27 TB/s, or products at
+800 TFLOP/s if that is longer.
 
     python benchmarks/attention.py
 """
