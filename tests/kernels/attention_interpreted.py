@@ -27,7 +27,7 @@ def _patch_index(tensor, scope):  # NumPy 2.4 no longer turns an array of one el
 interpreter._patch_lang_tensor = _patch_index
 torch.utils.deterministic.fill_uninitialized_memory = True
 torch.use_deterministic_algorithms(True)  # scratch and outputs start as NaN
-split.LEAST, split.MOST, gather.SIZE = 16, 4, 32
+split.LEAST, split.MOST, gather.SIZE = 4, 4, 32
 CPU, NAN = torch.device("cpu"), float("nan")
 IMPLS: tuple[Impl, Impl] = ("triton", "reference")
 

@@ -21,15 +21,16 @@ def _walk(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Keys low to high, in tiles; MASKED: not all queries see all of them, and those past `last` nobody does."""
     d = tl.arange(0, BD)
+    near = tl.arange(0, BN)[:, None] * (HKV * D) + d[None, :]
     next_page = tl.load(table + low // PAGE, mask=low < high, other=0)  # as in split.py
     for at in range(low, high, BN):
         key_at = at + tl.arange(0, BN)
         page = next_page.to(tl.int64)
         next_page = tl.load(table + (at + BN) // PAGE, mask=at + BN < high, other=0)
-        line = (page * PAGE + at % PAGE + tl.arange(0, BN)) * (HKV * D) + h * D
+        line = (page * PAGE + at % PAGE) * (HKV * D) + h * D
         inside = (d < D)[None, :] & (key_at <= last)[:, None] if MASKED else (d < D)[None, :] & (key_at >= 0)[:, None]
-        key = tl.load(k_cache + line[:, None] + d[None, :], mask=inside, other=0)
-        value = tl.load(v_cache + line[:, None] + d[None, :], mask=inside, other=0)
+        key = tl.load(k_cache + line + near, mask=inside, other=0)
+        value = tl.load(v_cache + line + near, mask=inside, other=0)
         visible = key_at[None, :] <= place[:, None]
         acc, top, total = take(acc, top, total, query, key, value, visible, scale, MASKED)
     return acc, top, total

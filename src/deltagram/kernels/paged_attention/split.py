@@ -1,7 +1,7 @@
 """Decode and verify tokens: each part of a sequence's keys on its own, and the parts put together by the last to end.
 
 Tokens of a sequence whose positions lie in the same aligned group of TOKENS, with all query heads of one key head, are
-one tile of queries. A tile's keys are cut into at most _MOST parts of equal size. That size depends on the group's
+one tile of queries. A tile's keys are cut into at most MOST parts of equal size. That size depends on the group's
 position alone, and is a multiple of TOKENS: so it is the same for all of its tokens, and each of them has its last key
 in the same part.
 
@@ -23,13 +23,13 @@ from deltagram.kernels.paged_attention.tile import (
     gated,
     merge,
     merge_tile,
-    part_size,
+    part_shift,
     rows_at,
     sequence_tile,
     take,
 )
 
-LEAST, MOST = 128, 64  # keys of a part, parts
+LEAST, MOST = 7, 64  # log2 of a part's keys, and parts
 
 
 @jit(
@@ -81,8 +81,8 @@ def _kernel(  # type: ignore[no-untyped-def]
     mine = (tl.load(kind + ticks, mask=there, other=3) <= 1) & (new > 0)
     start = ends - new
     tiles = (ends - 1) // TOKENS - start // TOKENS + 1
-    size = part_size(start + 1, LEAST, MOST)
-    items = tl.where(mine, tiles * ((ends + size - 1) // size) * HKV, 0)
+    cuts = ((ends - 1) >> part_shift(start + 1, LEAST, MOST)) + 1
+    items = tl.where(mine, tiles * cuts * HKV, 0)
     upto = tl.cumsum(items, 0)
     d = tl.arange(0, BD)
     rows = tl.arange(0, ROWS)
@@ -98,8 +98,8 @@ def _kernel(  # type: ignore[no-untyped-def]
         num_tiles = (end - 1) // TOKENS - past // TOKENS + 1
         group = (past // TOKENS + rest % num_tiles) * TOKENS  # the first position of the tile's group
         part = rest // num_tiles
-        keys = part_size(group + 1, LEAST, MOST)
-        low, last = part * keys, tl.minimum(group + TOKENS, end)
+        shift = part_shift(group + 1, LEAST, MOST)
+        low, last = part << shift, tl.minimum(group + TOKENS, end)
         if low < last:
             place = group + rows // GROUP
             token = (begin + place - past).to(tl.int64)
@@ -112,18 +112,19 @@ def _kernel(  # type: ignore[no-untyped-def]
             acc = tl.zeros([ROWS, BD], tl.float32)
             top = tl.full([ROWS], float("-inf"), tl.float32)
             total = tl.zeros([ROWS], tl.float32)
-            high = tl.minimum(low + keys, last)
+            high = tl.minimum((part + 1) << shift, last)
+            near = tl.arange(0, BN)[:, None] * (HKV * D) + d[None, :]
             for at in range(low, high, BN):
                 key_at = at + tl.arange(0, BN)
                 page = next_page.to(tl.int64)
                 next_page = tl.load(table + (at + BN) // PAGE, mask=at + BN < high, other=0)
-                line = (page * PAGE + at % PAGE + tl.arange(0, BN)) * (HKV * D) + h * D
+                line = (page * PAGE + at % PAGE) * (HKV * D) + h * D
                 inside = (key_at < high)[:, None] & (d < D)[None, :]
-                key = tl.load(k_cache + line[:, None] + d[None, :], mask=inside, other=0)
-                value = tl.load(v_cache + line[:, None] + d[None, :], mask=inside, other=0)
+                key = tl.load(k_cache + line + near, mask=inside, other=0)
+                value = tl.load(v_cache + line + near, mask=inside, other=0)
                 visible = (key_at[None, :] <= place[:, None]) & (key_at < high)[None, :]
                 acc, top, total = take(acc, top, total, query, key, value, visible, scale, True)
-            if group < keys:  # one part: done
+            if group >> shift == 0:  # one part: done
                 result = gated(acc / total[:, None], z, GATED).to(out.dtype.element_ty)
                 tl.store(rows_at(out, token, head, HKV * GROUP * D, D, d), result, mask=whole)
             else:
@@ -135,7 +136,7 @@ def _kernel(  # type: ignore[no-untyped-def]
                 tl.debug_barrier()  # all of the program's writes come before its count
                 from_token = (begin + tl.maximum(group, past) - past).to(tl.int64)
                 ended = tl.atomic_add(done + from_token * HKV + h, 1, sem="acq_rel")
-                if ended == group // keys:
+                if ended == group >> shift:
                     for i in range(last - tl.maximum(group, past)):
                         merge(
                             parts, weights, places, ended + 1, gate, out, gate_stride, gate_head, from_token + i,
@@ -166,7 +167,7 @@ def launch(
     num_rows, heads, size = q.shape
     page_size, key_heads = k_cache.shape[1:3]
     pages, group = page_table.shape[1], heads // key_heads
-    places = min(MOST, -(-pages * page_size // LEAST))
+    places = min(MOST, -(-pages * page_size >> LEAST))
     sizes = _sizes(q.dtype == torch.float32, group, size, len(row))
     parts = q.new_empty((tokens, heads, places, size), dtype=torch.float32)
     weights = q.new_empty((tokens, heads, 2, places), dtype=torch.float32)

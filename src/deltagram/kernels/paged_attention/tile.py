@@ -44,13 +44,13 @@ def gated(result, z, GATED: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @jit
-def part_size(context, LEAST: tl.constexpr, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Keys of one part for a query that sees `context` keys: the smallest power of two from LEAST on that makes no
-    more than MOST parts."""
-    size = context * 0 + LEAST
-    for _ in tl.static_range(16):
-        size = tl.where(size * MOST < context, size * 2, size)
-    return size
+def part_shift(context, LEAST: tl.constexpr, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Log2 of the keys of one part for a query that sees `context` keys: the smallest power of two from 2^LEAST on that
+    makes no more than MOST parts, up to 2^10 times the least."""
+    shift = context * 0 + LEAST
+    for _ in tl.static_range(10):
+        shift = tl.where((MOST << shift) < context, shift + 1, shift)
+    return shift
 
 
 @jit
