@@ -314,7 +314,7 @@ class Scheduler:
         if self.prefixes is not None:
             self.prefixes.admit(request, found)
         if self.speculation is not None:
-            self.speculation.follow(request)
+            self.speculation.begin(request)
         self.running.append(request)
 
     def _release(self, request: Request) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MAX_DRAFT = 5
 PROBE_AFTER = 32  # tokens after which a request that does not draft tries again
-SHORTEST, LONGEST = 2, 4  # tokens that prompt lookup compares
+SHORTEST, LONGEST = 3, 5  # tokens that prompt lookup compares
 
 
 class Drafter(Protocol):
@@ -69,10 +69,8 @@ class Gain:
         if not drafted:
             self.quiet += added
             return
-        self.quiet, accepted = 0, added - 1
-        tried = min(accepted + 1, drafted)
-        kept = 0.9**tried
-        self.chance = kept * self.chance + (1 - kept) * accepted / tried
+        self.quiet = 0
+        self.chance = _faded(self.chance, 0.9, drafted, added - 1)
 
     def worth(self, most: int, price: float) -> int:
         """Drafts that gain more than they cost, of at most `most`. `price` is a draft's time, in times of a token
@@ -82,24 +80,31 @@ class Gain:
         return 1 if worth == 0 and self.quiet >= PROBE_AFTER else worth
 
 
+def _faded(chance: float, keep: float, drafted: int, accepted: int) -> float:
+    tried = min(accepted + 1, drafted)
+    kept = keep**tried
+    return kept * chance + (1 - kept) * accepted / tried
+
+
 @dataclass(slots=True)
 class StepCost:
     """Seconds of a step without prefill, a + b * tokens, as fitted to those that have run; old ones fade."""
 
     sums: list[float] = field(default_factory=lambda: [0.0] * 5)  # of 1, n, n n, t, n t
+    fit: tuple[float, float] = (0.85, 0.15)  # a and b; of any unit until steps of several sizes have run
 
     def learn(self, tokens: int, seconds: float) -> None:
         new = (1.0, tokens, tokens * tokens, seconds, tokens * seconds)
         self.sums = [0.99 * old + more for old, more in zip(self.sums, new, strict=True)]
+        count, n, nn, t, nt = self.sums
+        spread = count * nn - n * n
+        if spread > 0.05 * count * count:  # else nearly all were of one size
+            b = (count * nt - n * t) / spread
+            self.fit = (t - b * n) / count, b
 
     def price(self, sequences: int) -> float:
         """One more token, in times of what a token of a step of `sequences` tokens costs."""
-        count, n, nn, t, nt = self.sums
-        spread = count * nn - n * n
-        if spread <= 0.05 * count * count:  # nearly all steps were of one size
-            return 0.15
-        b = (count * nt - n * t) / spread
-        a = (t - b * n) / count
+        a, b = self.fit
         token = a / sequences + b
         return min(max(b / token, 0.02), 0.95) if token > 0 else 0.95
 
@@ -108,12 +113,13 @@ class Speculation:
     """Who drafts how much, for the requests of one engine.
 
     num_draft: the most a step; adaptive: what pays for each request, which may be nothing; drafter: the host's, which
-    is PromptLookup or a user's; None for a draft head.
+    is PromptLookup or a user's; None for a draft head. What requests have gained is what a new one starts from.
     """
 
     def __init__(self, num_draft: int, adaptive: bool, drafter: Drafter | type[PromptLookup] | None) -> None:
         self.num_draft, self.adaptive, self.drafter = num_draft, adaptive, drafter
         self.cost = StepCost()
+        self.chance = Gain().chance
 
     def num_wanted(self, request: Request, sequences: int) -> int:
         """Drafts that the request's next step should verify, as one of `sequences`."""
@@ -141,7 +147,15 @@ class Speculation:
     def learn(self, request: Request, drafted: int, added: int, sequences: int) -> None:
         """A step of `sequences` has verified `drafted` drafts of the request, and added `added` tokens."""
         request.gain.learn(drafted, added)
+        if drafted:
+            self.chance = _faded(self.chance, 0.98, drafted, added - 1)
         self.follow(request, sequences)
+
+    def begin(self, request: Request) -> None:
+        """The request is admitted."""
+        if request.num_preemptions == 0:
+            request.gain = Gain(self.chance)
+        self.follow(request)
 
     def follow(self, request: Request, sequences: int = 1) -> None:
         """Say whether the host is to see the request's last token before its next step is planned."""
