@@ -13,6 +13,7 @@ import time
 from deltagram.serving import channel
 
 STEP_SECONDS = 0.004
+COUNTS = ("prefill_tokens", "decode_tokens", "padding_tokens", "memory_rows", "preemptions")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -60,11 +61,11 @@ def serve(descriptor: int) -> None:
             if reason:
                 del sequences[sequence]
         steps += bool(deltas)
-        counts = {"prefill_tokens": 0, "decode_tokens": 0, "padding_tokens": 0, "memory_rows": 0, "preemptions": 0}
+        counts = dict.fromkeys(COUNTS, 0)
         gauges = {"running": len(deltas), "waiting": max(len(sequences) - capacity, 0)}
-        gauges |= {"pages_used": len(deltas), "slots_used": len(deltas)}
+        gauges |= {"pages_used": len(deltas), "slots_used": len(deltas), "prefix_checkpoints": 0}
         message = {"deltas": deltas, "step": None, "counts": counts | {"num_steps": steps}, "gauges": gauges}
-        connection.sendall(channel.pack(message))
+        connection.sendall(channel.pack(message | {"prefix_misses": {}, "cached_rows": None}))
 
 
 if __name__ == "__main__":

@@ -193,6 +193,8 @@ def test_operators_routes(server):
     assert after["deltagram_in_flight"] == after["deltagram_running"] == after["deltagram_cache_pages_used"] == 0
     text = server.client.get("/metrics").text
     assert re.search(r'deltagram_step_seconds_count\{kind="decode",size="2x2"\} [1-9]', text)
+    for name in ("eager_segments", "run_ahead_hits", "run_ahead_stalls", "prefix_hits", "cached_row_hits"):
+        assert f"deltagram_{name}_total 0.0" in text  # of what this server has none of, or on a CPU
     assert re.search(r'deltagram_table_bytes\{tier="device"\} [1-9]', text)
     schema = server.client.get("/openapi.json").json()
     assert set(schema["paths"]) >= {"/v1/completions", "/v1/chat/completions", "/tokenize", "/health", "/metrics"}

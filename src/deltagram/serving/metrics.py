@@ -28,6 +28,7 @@ class Metrics:
             "waiting": gauge("waiting", "Sequences that wait in the engine."),
             "pages_used": gauge("cache_pages_used", "Pages of the cache that sequences own."),
             "slots_used": gauge("state_slots_used", "Slots of recurrent state that sequences own."),
+            "prefix_checkpoints": gauge("prefix_checkpoints", "States kept for prefixes that requests share."),
         }
         self.in_flight = gauge("in_flight", "Sequences admitted and not ended.")
         self.cache_pages = gauge("cache_pages", "Pages of the cache.")
@@ -40,11 +41,25 @@ class Metrics:
         )
         self.counts = {
             "prefill_tokens": counter("prefill_tokens", "Tokens run as parts of prompts."),
-            "decode_tokens": counter("decode_tokens", "Tokens run one by one."),
+            "decode_tokens": counter("decode_tokens", "Tokens that decode and verify steps added."),
+            "drafted_tokens": counter("drafted_tokens", "Drafts that were verified."),
+            "accepted_tokens": counter("accepted_tokens", "Drafts that were right."),
             "padding_tokens": counter("padding_tokens", "Tokens that only filled a bucket."),
             "memory_rows": counter("memory_rows", "Rows of n-gram tables looked up."),
             "preemptions": counter("preemptions", "Sequences pushed out for want of pages."),
+            "eager_segments": counter("eager_segments", "Parts of captured steps that no graph held."),
+            "run_ahead_hits": counter("run_ahead_hits", "Memory chains that were done when their layer asked."),
+            "run_ahead_stalls": counter("run_ahead_stalls", "Memory chains that their layer waited for."),
+            "run_ahead_stall_seconds": counter("run_ahead_stall_seconds", "What layers waited for memory chains."),
+            "prefix_hits": counter("prefix_hits", "Requests that began with a prefix computed before."),
+            "prefix_tokens": counter("prefix_tokens", "Tokens that they did not compute."),
+            "prefix_evictions": counter("prefix_evictions", "States of prefixes given up for others."),
             "num_steps": counter("steps", "Steps run."),
+        }
+        self.prefix_misses = counter("prefix_misses", "Requests that began with none, by reason.", "reason")
+        self.cached_rows = {
+            "hits": counter("cached_row_hits", "Rows of n-gram tables that a cache had."),
+            "lookups": counter("cached_row_lookups", "Rows of n-gram tables asked of a cache."),
         }
         self.requests = counter("requests", "Requests that generate, by how they ended.", "outcome")
         self.ttft = histogram("time_to_first_token_seconds", "From admission to a sequence's first token.", _SECONDS)
@@ -53,7 +68,7 @@ class Metrics:
             "step_seconds", "Steps, by kind and by tokens x sequences, both rounded up to a power of two.",
             _STEP_SECONDS, "kind", "size",
         )  # fmt: skip
-        self._before: dict[str, int] = {}
+        self._before: dict[str, float] = {}
 
     def model(self, facts: dict[str, Any]) -> None:
         """Take what the engine says of its model (worker.py)."""
@@ -68,11 +83,20 @@ class Metrics:
         for name, value in message["gauges"].items():
             self.gauges[name].set(value)
         for name, value in message["counts"].items():
-            self.counts[name].inc(value - self._before.get(name, 0))
-        self._before = message["counts"]
+            self._rise(name, value, self.counts[name])
+        for reason, value in message["prefix_misses"].items():
+            self._rise(f"prefix_misses {reason}", value, self.prefix_misses.labels(reason))
+        if message["cached_rows"] is not None:
+            for (name, count), value in zip(self.cached_rows.items(), message["cached_rows"], strict=True):
+                self._rise(f"cached_rows {name}", value, count)
         if (record := message["step"]) is not None:
             size = f"{_round_up(record['tokens'])}x{_round_up(record['sequences'])}"
             self.step_seconds.labels(record["kind"], size).observe(record["ms"] / 1e3)
+
+    def _rise(self, name: str, value: float, counter: Counter) -> None:
+        """Bring a counter to `value`, of the engine's own count `name`."""
+        counter.inc(value - self._before.get(name, 0))
+        self._before[name] = value
 
     def text(self) -> bytes:
         """The text that Prometheus scrapes."""

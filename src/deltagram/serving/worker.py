@@ -29,7 +29,24 @@ from deltagram.serving.faults import describe
 from deltagram.serving.grammar import GrammarConstraint, GrammarError, Grammars
 
 log = logging.getLogger("deltagram")
-COUNTS = ("prefill_tokens", "decode_tokens", "padding_tokens", "memory_rows", "preemptions", "num_steps")
+COUNTS = (
+    "prefill_tokens",
+    "decode_tokens",
+    "drafted_tokens",
+    "accepted_tokens",
+    "padding_tokens",
+    "memory_rows",
+    "preemptions",
+    "eager_segments",
+    "run_ahead_hits",
+    "run_ahead_stalls",
+    "run_ahead_stall_seconds",
+    "prefix_hits",
+    "prefix_tokens",
+    "prefix_evictions",
+    "num_steps",
+)
+CACHE_STEPS = 256  # from one look at the counts of cached rows to the next: the device is waited for
 
 
 Made = list[GrammarConstraint | None] | GrammarError
@@ -40,6 +57,8 @@ class Worker:
 
     def __init__(self, llm: LLM, connection: socket.socket) -> None:
         self.engine, self.connection = llm.engine, connection
+        stores = getattr(llm.engine.model, "stores", ())
+        self._caches, self._next_look = [store for store in stores if isinstance(store, CachedStore)], 1
         ends = llm.engine.end_token_ids
         self.grammars = Grammars(llm.tokenizer, llm.config.vocab_size, ends) if ends else None
         self.inbox: queue.SimpleQueue[tuple[dict[str, Any], Made]] = queue.SimpleQueue()
@@ -124,14 +143,25 @@ class Worker:
                 "deltas": [self._plain(delta) for delta in deltas],
                 "step": stats.steps[-1] if stepped else None,
                 "counts": {name: getattr(stats, name) for name in COUNTS},
+                "prefix_misses": stats.prefix_misses,
+                "cached_rows": self._cached_rows(),
                 "gauges": {
                     "running": len(engine.scheduler.running),
                     "waiting": len(engine.scheduler.waiting),
                     "pages_used": engine.scheduler.pages.num_pages - engine.scheduler.pages.num_free,
                     "slots_used": engine.scheduler.slots.num_slots - engine.scheduler.slots.num_free,
+                    "prefix_checkpoints": stats.prefix_checkpoints,
                 },
             }
         )
+
+    def _cached_rows(self) -> tuple[int, int] | None:
+        """Rows that caches of n-gram rows had, and rows that were asked of them; None where it is not yet time."""
+        steps = self.engine.stats.num_steps
+        if self._caches and steps >= self._next_look:
+            self._next_look = steps + CACHE_STEPS
+            return sum(int(c.hits) for c in self._caches), sum(int(c.lookups) for c in self._caches)
+        return None
 
     def _plain(self, delta: Delta) -> list[Any]:
         sequence = self.ids[delta.request.id]
