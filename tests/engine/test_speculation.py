@@ -384,8 +384,8 @@ def test_each_remedy_is_needed(
 def test_prompt_lookup_finds_what_followed_last() -> None:
     lookup = PromptLookup()
     assert lookup([1, 2, 3, 4, 9, 2, 3, 4], 2) == [9, 2]
-    assert lookup([1, 2, 3, 4, 9, 2, 3, 4, 7, 3, 4], 1) == [7], "the last time"
-    assert lookup([1, 2, 3, 4, 9, 2, 3, 4, 7, 3, 4, 8], 3) == []
+    assert lookup([1, 2, 3, 4, 9, 2, 3, 4, 7, 2, 3, 4], 1) == [7], "the last time"
+    assert lookup([1, 2, 3, 4, 9, 2, 3, 4, 7, 2, 3, 4, 8], 3) == []
     assert PromptLookup()([5, 6, 5, 6, 5], 5) == [6, 5, 6, 5, 6], "a period goes on"
     assert PromptLookup()([5], 3) == [] == PromptLookup()([], 3)
     text = list(text_of(300, 1)) * 2
