@@ -8,11 +8,11 @@ import torch
 import triton.runtime.interpreter as interpreter
 from test_derive_table import PAGE, step
 
-from deltagram.kernels import moe as experts
 from deltagram.kernels.derive_table import derive_table
 from deltagram.kernels.hyper_add import hyper_add
 from deltagram.kernels.hyper_mix import hyper_mix
 from deltagram.kernels.moe import moe
+from deltagram.kernels.moe import triton as experts
 from deltagram.kernels.ple_gate import ple_gate
 from deltagram.testing.compiled import among_nan
 

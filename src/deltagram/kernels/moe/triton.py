@@ -1,103 +1,15 @@
-"""A mixture of gated MLPs and a shared one behind a sigmoid gate.
-
-    y = residual + sigmoid(router(x)[E]) * shared(x) + sum over the top_k experts e of weight_e * expert_e(x)
-
-The experts are those of the highest of the router's first E outputs (of equals, of the lowest number); their weights
-are a softmax over all E of them, divided by their sum if `renormalise`. Each expert takes its tokens at once; a token
-adds its experts in the order of their numbers, whatever other tokens choose.
-
-Shapes: x [T, H] (rows may be strided); weights, Packed or tensors: router [E + 1 outputs, H], gate_up [E, 2 I
-outputs, H], down [E, H outputs, I], shared_gate_up [2 Is outputs, H], shared_down [H outputs, Is]; residual [T, H]
-(rows may be strided) or None for 0. Returns [T, H] in x's dtype, whose rows may be strided.
-
-On CUDA: five launches with grids of the bucket's size. Each expert's list of (token, choice) pairs is made on the
-device; a program of the products finds the expert of its tile in the experts' counts. Which place of a list a pair has
-follows no order and moves no bit: a row of a product is its own. So a token's bits do not depend on other tokens; they
-may differ between the tiles for few and for many rows an expert (`_tiles`), which the bucket decides.
-"""
+"""The experts' kernels: router scores, the choice, two grouped products, and their sum."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from deltagram.kernels._packed import Matrix, Packed, dense
-from deltagram.kernels._triton import Build, Impl, choose, dependent_launch, jit, on_cpu, power_of_two, tl
+from deltagram.kernels._packed import Matrix
+from deltagram.kernels._triton import Build, dependent_launch, jit, power_of_two, tl
 
-
-def moe(
-    x: Tensor,
-    router: Matrix,
-    gate_up: Matrix,
-    down: Matrix,
-    shared_gate_up: Matrix,
-    shared_down: Matrix,
-    top_k: int,
-    renormalise: bool,
-    residual: Tensor | None = None,
-    impl: Impl = None,
-) -> Tensor:
-    """See the file's docstring."""
-    weights = (router, gate_up, down, shared_gate_up, shared_down)
-    compiled = _compiled if all(isinstance(weight, Packed) for weight in weights) else None
-    body = choose(impl, x, _reference, _launch, compiled)
-    return body(x, router, gate_up, down, shared_gate_up, shared_down, top_k, renormalise, residual)
-
-
-def _reference(
-    x: Tensor,
-    router: Matrix,
-    gate_up: Matrix,
-    down: Matrix,
-    shared_gate_up: Matrix,
-    shared_down: Matrix,
-    top_k: int,
-    renormalise: bool,
-    residual: Tensor | None = None,
-) -> Tensor:
-    scores = F.linear(x, dense(router, x))
-    likely = scores[:, :-1].to(torch.float64 if x.dtype == torch.float64 else torch.float32).softmax(-1)
-    expert = scores[:, :-1].sort(dim=1, descending=True, stable=True).indices[:, :top_k]
-    weight = likely.gather(1, expert)
-    if renormalise:
-        weight = weight / weight.sum(-1, keepdim=True)
-    out = _mlp(x, dense(shared_gate_up, x), dense(shared_down, x)).mul_(scores[:, -1:].sigmoid())
-    ups, downs = dense(gate_up, x), dense(down, x)
-    order = expert.flatten().argsort(stable=True)
-    token, scale = order // top_k, weight.flatten()[order, None].to(x.dtype)
-    first = 0
-    for e, size in enumerate(torch.bincount(expert.flatten(), minlength=len(ups)).tolist()):
-        if size:
-            mine = token[first : first + size]
-            out.index_add_(0, mine, _mlp(x[mine], ups[e], downs[e]).mul_(scale[first : first + size]))
-        first += size
-    return out if residual is None else residual + out
-
-
-def _mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    gate, up = F.linear(x, gate_up).chunk(2, -1)
-    return F.linear(F.silu(gate).mul_(up), down)
-
-
-def _compiled(
-    x: Tensor,
-    router: Matrix,
-    gate_up: Matrix,
-    down: Matrix,
-    shared_gate_up: Matrix,
-    shared_down: Matrix,
-    top_k: int,
-    renormalise: bool,
-    residual: Tensor | None = None,
-) -> Tensor:
-    y: Tensor = _compiled_moe(x, router, gate_up, down, shared_gate_up, shared_down, top_k, renormalise)
-    return y if residual is None else residual + y
-
-
-_compiled_moe = on_cpu("moe")
 _SLICE = 256  # inputs of the router that are summed at once; the slices are added in order
 
 
@@ -378,7 +290,7 @@ _TILES = {
 _FEW = 8  # rows an expert on average, at most, for the tiles of few rows
 
 
-def _tiles(dtype: torch.dtype, num_pairs: int, num_experts: int) -> tuple[_Tile, _Tile]:
+def tiles(dtype: torch.dtype, num_pairs: int, num_experts: int) -> tuple[_Tile, _Tile]:
     """The tiles of the two products; both have the same rows."""
     return _TILES[dtype if dtype == torch.float32 else torch.bfloat16, num_pairs > _FEW * num_experts]
 
@@ -414,7 +326,7 @@ def _launch(
     pdl = dependent_launch(x)
     launch = {"PDL": pdl, "launch_pdl": pdl}
     experts: dict[str, int] = {"E": num_experts, "E_PADDED": padded}
-    up_tile, down_tile = _tiles(x.dtype, num_pairs, num_experts)
+    up_tile, down_tile = tiles(x.dtype, num_pairs, num_experts)
     score_rows, score_outputs, summed = (16, 16, 1) if up_tile.rows == 16 else (32, 32, slices)
     _scores_kernel[(-(-(num_experts + 1) // score_outputs), slices // summed, -(-num_rows // score_rows))](
         x, router, partial, counts, num_rows, x.stride(0),
@@ -424,13 +336,13 @@ def _launch(
         partial, counts, pairs, scale, num_rows,
         **experts, PARTS=slices // summed, TOP_K=top_k, RENORMALISE=renormalise, num_warps=1, **launch,
     )  # fmt: skip
-    tiles = -(-num_rows // up_tile.rows) + min(num_pairs, num_pairs // up_tile.rows + num_experts)
+    num_tiles = -(-num_rows // up_tile.rows) + min(num_pairs, num_pairs // up_tile.rows + num_experts)
     sizes = experts | {"TOP_K": top_k, "H": hidden, "I": inner, "IS": shared_inner}
-    _up_kernel[(tiles * -(-max(inner, shared_inner) // up_tile.outputs),)](
+    _up_kernel[(num_tiles * -(-max(inner, shared_inner) // up_tile.outputs),)](
         x, gate_up, shared_gate_up, counts, pairs, act, num_rows, x.stride(0), **sizes, **up_tile.sizes,
         EVEN=all(up_tile.even(size, (hidden,)) for size in (inner, shared_inner)), **up_tile.options, **launch,
     )  # fmt: skip
-    _down_kernel[(tiles * -(-hidden // down_tile.outputs),)](
+    _down_kernel[(num_tiles * -(-hidden // down_tile.outputs),)](
         act, down, shared_down, counts, pairs, y, num_rows, **sizes, **down_tile.sizes,
         EVEN=down_tile.even(hidden, (inner, shared_inner)), **down_tile.options, **launch,
     )  # fmt: skip
