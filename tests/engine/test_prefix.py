@@ -198,6 +198,20 @@ def test_a_checkpoint_counts_once_its_step_has_ended_well(bench: Alone, how: str
     engine.scheduler.check_empty()
 
 
+def test_a_request_waits_for_pages_of_a_checkpoint_that_is_not_made_yet(bench: Alone) -> None:
+    """Its step still runs, so nothing can be taken from it; and nothing is lost meanwhile."""
+    engine = engine_with(bench, 2, ahead=True, num_pages=3, spare_tokens=100)
+    first = engine.add_request(text_of(140, 3), GREEDY, 0)
+    engine.step()
+    engine.abort(first)
+    prompt = text_of(180, 4)
+    second = engine.add_request(prompt, GREEDY, 0)
+    while engine.has_work:
+        engine.step()
+    assert second.tokens[180:] == list(bench.alone(prompt, GREEDY, 0))
+    engine.scheduler.check_empty()
+
+
 # What would happen without a remedy, one at a time: each must change tokens or the books.
 
 

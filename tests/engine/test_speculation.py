@@ -8,6 +8,7 @@ import dataclasses
 import random
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -418,6 +419,17 @@ def test_adaptive_drafting_stops_where_it_loses(benches: dict[str, Alone]) -> No
     params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True, logit_bias={0: -100})
     run(engine, [(text_of(5, 1), params, 0)])
     assert 0 < engine.stats.drafted_tokens < 60 and engine.stats.accepted_tokens == 0
+
+
+def test_the_front_door_takes_a_drafter(tmp_path: Path) -> None:
+    folder = write_tiny_checkpoint(tmp_path / "tiny", **TINY_SHAPES["qwen3_5"])
+    options: dict[str, Any] = {"device": "cpu", "max_context": CONTEXT, "num_draft": 2}
+    llm = LLM(folder, drafter=lambda tokens, num_draft: [tokens[-1]] * num_draft, **options)
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    plain = LLM(folder, **options).generate([1, 2, 3], params)
+    assert llm.generate([1, 2, 3], params) == plain and llm.stats.drafted_tokens > 0
+    with pytest.raises(ValueError, match="mtp"):
+        LLM(folder, speculation="mtp", **options)
 
 
 def test_settings_of_speculation_are_checked_together() -> None:

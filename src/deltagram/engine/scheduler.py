@@ -131,7 +131,7 @@ class Scheduler:
             found = self.prefixes.find(request) if self.prefixes else None
             start = found.position if found else 0
             size = self._chunk(start, len(request.tokens), budget)
-            if not size or (self.running and self._is_crowded(request, found)):
+            if not size or ((self.running or ahead) and self._is_crowded(request, found)):
                 break  # others would soon push it out of a crowded pool; it may be one just pushed out
             self.waiting.popleft()
             self._admit(request, found)
@@ -300,7 +300,8 @@ class Scheduler:
         return granted
 
     def _is_crowded(self, request: Request, found: Checkpoint | None) -> bool:
-        """Whether the waiting request, which goes on from `found`, would want pages that the running ones will."""
+        """Whether the waiting request, which goes on from `found`, would want pages that the running ones will, or that
+        checkpoints hold which are not made yet."""
         free = self.pages.num_free + (self.prefixes.num_evictable_pages if self.prefixes else 0)
         owed = sum(max(self._pages_for(max(len(r.tokens), r.computed + 1) + 1) - len(r.pages), 0) for r in self.running)
         shared = sum(not self.pages.is_idle(page) for page in found.pages) if found else 0
