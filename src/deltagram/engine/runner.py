@@ -157,7 +157,7 @@ class Runner:
 
     def _give_checkpoints(self, size: int) -> None:
         each = sum(pool[0].nbytes for pool in self._pools)
-        self.num_checkpoints = size // each
+        self.num_checkpoints = size // each if each else 0  # a model without state keeps none
         if 0 < size < each:
             raise ValueError(f"prefix_cache_bytes must hold a checkpoint of {each} bytes, or be 0, got {size}")
         fill = float("nan") if self.settings.poison else 0.0
