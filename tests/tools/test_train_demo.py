@@ -9,6 +9,7 @@ import torch
 import train_demo
 from demo_config import DemoConfig, read_config
 from demo_export import export, load_checkpoint
+from demo_mixers import UnitLowerInverse
 from demo_model import DemoModel
 from train_demo import SOURCES, Trainer, TrainSettings
 
@@ -82,6 +83,17 @@ def test_the_indexer_and_the_memory_change_the_logits():
     assert torch.equal(full[:, :32], restricted[:, :32])  # within the budget nothing is left out
     assert not torch.allclose(full[:, 64:], restricted[:, 64:])
     assert not torch.allclose(full, shut)
+
+
+def test_the_inverse_of_a_chunks_system():
+    """Keys that hardly differ are the hard case: the powers of A are then huge, its inverse is not."""
+    torch.manual_seed(0)
+    keys = torch.nn.functional.normalize(torch.ones(64, 16) + 0.3 * torch.randn(3, 64, 16), dim=-1)
+    lower = (keys @ keys.mT * torch.rand(3, 64, 1)).tril(-1)
+    inverse = UnitLowerInverse.apply(lower)
+    torch.testing.assert_close(inverse, torch.linalg.inv(torch.eye(64) + lower), rtol=1e-4, atol=1e-5)
+    small = torch.randn(2, 8, 8, dtype=torch.float64).tril(-1).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: UnitLowerInverse.apply(x.tril(-1)), small)
 
 
 def test_export_and_load_are_inverse(tmp_path):
@@ -174,7 +186,28 @@ def test_the_full_size_fits_the_package():
 
 
 def test_the_learning_rate_warms_up_and_comes_down():
-    rates = [train_demo.learning_rate(step, SETTINGS) for step in range(SETTINGS.steps)]
+    rates = [train_demo.learning_rate(step, 0.0, SETTINGS) for step in range(SETTINGS.steps)]
     assert rates[4] == max(rates) == SETTINGS.learning_rate
     assert rates[:5] == sorted(rates[:5]) and rates[5:] == sorted(rates[5:], reverse=True)
     assert rates[-1] < 0.05 * SETTINGS.learning_rate
+
+
+def test_the_learning_rate_comes_down_by_the_clock_too():
+    settings = dataclasses.replace(SETTINGS, seconds=10.0)
+    rates = [train_demo.learning_rate(10, elapsed, settings) for elapsed in (0.0, 5.0, 9.99)]
+    assert rates[0] == train_demo.learning_rate(10, 1e9, SETTINGS)  # without --seconds the clock is nothing
+    assert rates[0] > rates[1] > rates[2] and rates[2] < 0.05 * settings.learning_rate
+    late = train_demo.learning_rate(SETTINGS.steps - 1, 1.0, settings)  # the steps are spent first
+    assert late == train_demo.learning_rate(SETTINGS.steps - 1, 0.0, SETTINGS)
+
+
+def test_a_run_stops_at_its_time_and_keeps_its_clock(tmp_path):
+    settings = dataclasses.replace(SETTINGS, seconds=0.01, eval_every=1000)
+    trainer = Trainer(TINY, settings, TOKENS, "cpu")
+    held_out = {source: train_demo.held_out_windows(TOKENS[:65], 64) for source in SOURCES}
+    train_demo.train(trainer, held_out, torch.ones(200, dtype=torch.int32), tmp_path, tmp_path / "state.pt")
+    assert trainer.step < settings.steps
+    load_checkpoint(DemoModel(TINY), tmp_path)
+    resumed = Trainer(TINY, settings, TOKENS, "cpu")
+    resumed.load(tmp_path / "state.pt")
+    assert resumed.elapsed == trainer.elapsed > settings.seconds
