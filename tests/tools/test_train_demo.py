@@ -142,6 +142,22 @@ def test_a_resumed_run_takes_the_same_steps(tmp_path):
         other.load(tmp_path / "state.pt")
 
 
+@pytest.mark.gpu
+def test_captured_steps_are_the_eager_ones(monkeypatch):
+    """The same windows, dropout masks and learning rates, so the same losses but for the order of sums."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        captured = Trainer(TINY, SETTINGS, TOKENS, "cuda")
+        losses = torch.stack([captured.take_step() for _ in range(20)])
+        monkeypatch.setattr(train_demo, "WARM_STEPS", 1000)
+        eager = Trainer(TINY, SETTINGS, TOKENS, "cuda")
+        expected = torch.stack([eager.take_step() for _ in range(20)])
+    side.synchronize()
+    assert captured.graph is not None and eager.graph is None
+    torch.testing.assert_close(losses[:, 0], expected[:, 0], rtol=3e-3, atol=0)
+    assert losses[-1, 0] < losses[0, 0] - 0.2
+
+
 def test_train_keeps_the_best_checkpoint_and_a_log(tmp_path):
     trainer = Trainer(TINY, dataclasses.replace(SETTINGS, steps=16), TOKENS, "cpu")
     held_out = {source: train_demo.held_out_windows(TOKENS[:150], 64) for source in SOURCES}
