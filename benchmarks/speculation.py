@@ -6,7 +6,8 @@
                                              the bytes of state that a step writes
 
 Writes results/speculation_cpu.json or speculation_cuda.json. Random weights say nothing about what a drafter is worth,
-so on a GPU the acceptance is given. Off and on take turns, and each prompt counts with its best time.
+so on a GPU the acceptance is given. On a CPU off and on take turns, and each step counts with the median time of its
+size.
 """
 
 import argparse
@@ -41,27 +42,32 @@ def cpu(rounds: int) -> dict[str, Any]:
     copied = SamplingParams(max_tokens=120, temperature=0.0, ignore_eos=True)
     results: dict[str, Any] = {}
     for name, prompts, params in (("its own text", PROMPTS, own), ("repeated text", (repeated,), copied)):
-        times: dict[str, list[list[float]]] = {"off": [], "on": []}
+        steps: dict[str, dict[str, list[float]]] = {"off": {}, "on": {}}
+        seconds: dict[str, list[float]] = {"off": [], "on": []}
         before = on.stats.drafted_tokens, on.stats.accepted_tokens
-        for turn in range(rounds + 1):
+        for turn in range(rounds):
             texts: dict[str, list[tuple[int, ...]]] = {}
             for label, llm in (("off", off), ("on", on)) if turn % 2 else (("on", on), ("off", off)):
-                texts[label], seconds = [], []
-                for prompt in prompts:
-                    began = time.perf_counter()
-                    texts[label].append(llm.generate(prompt, params)[0].outputs[0].token_ids)
-                    seconds.append(time.perf_counter() - began)
-                times[label].append(seconds)
+                llm.stats.steps.clear()
+                began = time.perf_counter()
+                texts[label] = [llm.generate(prompt, params)[0].outputs[0].token_ids for prompt in prompts]
+                seconds[label].append(time.perf_counter() - began)
+                for step in llm.stats.steps:
+                    steps[label].setdefault(f"{step['kind']} of {step['tokens']}", []).append(step["ms"])
             assert texts["off"] == texts["on"], "the tokens are the same"
         drafted, accepted = on.stats.drafted_tokens - before[0], on.stats.accepted_tokens - before[1]
-        pairs = [sum(a) / sum(b) for a, b in zip(times["off"][1:], times["on"][1:], strict=True)]
-        best = {label: sum(map(min, zip(*each[1:], strict=True))) for label, each in times.items()}
+        typical = {label: sum(len(ms) * statistics.median(ms) for ms in each.values()) for label, each in steps.items()}
+        assert on.engine.speculation is not None
         results[name] = {
-            "speedup": best["off"] / best["on"],
-            "speedups of rounds": pairs,
-            "drafted a token": drafted / (rounds + 1) / sum(len(each) for each in texts["on"]),
+            "speedup": typical["off"] / typical["on"],
+            "seconds of rounds": seconds,
+            "steps and their median ms": {
+                label: {size: (len(ms), statistics.median(ms)) for size, ms in sorted(each.items())}
+                for label, each in steps.items()
+            },
+            "drafted a token": drafted / rounds / sum(len(each) for each in texts["on"]),
             "accepted of drafted": accepted / max(drafted, 1),
-            "price of a draft": on.engine.speculation.cost.price(1) if on.engine.speculation else 0.0,
+            "price of a draft": on.engine.speculation.cost.price(1),
         }
         print(name, results[name], flush=True)
     return results

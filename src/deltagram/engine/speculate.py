@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -86,27 +86,27 @@ def _faded(chance: float, keep: float, drafted: int, accepted: int) -> float:
     return kept * chance + (1 - kept) * accepted / tried
 
 
-@dataclass(slots=True)
 class StepCost:
-    """Seconds of a step without prefill, a + b * tokens, as fitted to those that have run; old ones fade."""
+    """Seconds of a step without prefill by its size: near the fastest that was seen of late, as a step that something
+    else on the machine held up says nothing about its size."""
 
-    sums: list[float] = field(default_factory=lambda: [0.0] * 5)  # of 1, n, n n, t, n t
-    fit: tuple[float, float] = (0.85, 0.15)  # a and b; of any unit until steps of several sizes have run
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
 
     def learn(self, tokens: int, seconds: float) -> None:
-        new = (1.0, tokens, tokens * tokens, seconds, tokens * seconds)
-        self.sums = [0.99 * old + more for old, more in zip(self.sums, new, strict=True)]
-        count, n, nn, t, nt = self.sums
-        spread = count * nn - n * n
-        if spread > 0.05 * count * count:  # else nearly all were of one size
-            b = (count * nt - n * t) / spread
-            self.fit = (t - b * n) / count, b
+        known = self._seconds.setdefault(tokens, seconds)
+        self._seconds[tokens] += (seconds - known) * (0.5 if seconds < known else 0.03)
 
     def price(self, sequences: int) -> float:
         """One more token, in times of what a token of a step of `sequences` tokens costs."""
-        a, b = self.fit
-        token = a / sequences + b
-        return min(max(b / token, 0.02), 0.95) if token > 0 else 0.95
+        if len(self._seconds) < 2:
+            return 0.2
+        least = min(self._seconds)
+        known = self._seconds[least]
+        more = sum(seconds - known for seconds in self._seconds.values())
+        slope = max(more / sum(tokens - least for tokens in self._seconds), 0.0)
+        token = max(known - slope * (least - sequences), slope * sequences) / sequences
+        return min(max(slope / token, 0.05), 0.95)
 
 
 class Speculation:
