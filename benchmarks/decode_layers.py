@@ -10,6 +10,7 @@ the step's end: from the end of the kernel before it to its own. Writes results/
 import argparse
 import statistics
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -131,7 +132,7 @@ def replay_us(graph: torch.cuda.CUDAGraph, replays: int = 40) -> float:
         event.record()
         graph.replay()
     torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) * 1e3 for a, b in zip(events, events[1:], strict=False))
+    return statistics.median(a.elapsed_time(b) * 1e3 for a, b in pairwise(events))
 
 
 def timeline(graph: torch.cuda.CUDAGraph) -> list[tuple[str, float]]:

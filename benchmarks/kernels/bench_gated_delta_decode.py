@@ -34,7 +34,7 @@ def measure() -> list[dict[str, Any]]:
         row: dict[str, Any] = {"sequences": n}
         for name, body in (("us", core._at_once), ("op_by_op_us", core._op_by_op)):
 
-            def call(layer: CoreSteps, body: Any = body) -> None:
+            def call(layer: CoreSteps, body: Any = body, table: Any = table, rows: torch.Tensor = rows) -> None:
                 qkv, a, b, _ = rows.split(layer._sizes(), 1)
                 weights = layer.conv_weight, layer.A_log, layer.dt_bias
                 body(table, qkv, a, b, *weights, SHAPE.heads, SHAPE.key_dim, layer.state, None)
