@@ -1,6 +1,11 @@
 """Drafts lie past the length of their own request, and nothing else of the history changes."""
 
+import importlib.util
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,3 +36,11 @@ def test_drafts_follow_what_is_known(body: Impl, dtype: torch.dtype) -> None:
         known = torch.tensor(lengths, **int32)
         place_drafts(drafts.to(device), torch.tensor(count, **int32), torch.tensor(rows, **int32), given, known, body)
         assert torch.equal(given.cpu(), expected), seed
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton (no GPU)")
+def test_the_kernels_under_the_interpreter() -> None:
+    command = [sys.executable, str(Path(__file__).parent / "drafts_interpreted.py")]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-3000:]

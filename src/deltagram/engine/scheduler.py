@@ -139,6 +139,7 @@ class Scheduler:
             if found:
                 restored.append((request, found))
             budget -= run(request, self._chunk(start, self._goal(request), budget))
+            assert request.id in chosen, "what is admitted has a step"
         if not chosen:
             return None
         return self._plan(list(chosen.values()), grants, tuple(admitted), tuple(restored))
