@@ -15,8 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
+from torch import Tensor
 
 from deltagram import LLM, SamplingParams
+from deltagram.attention import indexer
 from deltagram.engine import runner
 from deltagram.engine.engine import Engine
 from deltagram.engine.request import FinishReason, Request
@@ -356,7 +358,24 @@ def _stale_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "prepare", early)
 
 
-FAULTS = [_no_pending, _kind_by_shape, _short_rings, _stale_drafts]
+def _first_block_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block of index keys that a rejected draft completed, and that is not pooled again."""
+    pool, done = indexer.pool_blocks, set()
+
+    def once(raw: Tensor, blocks: Tensor, *rest: Any) -> None:
+        position, place, _, size, _ = rest[3:]
+        before = blocks.clone()
+        pool(raw, blocks, *rest)
+        for index in place[(position + 1) % size == 0].tolist():
+            block = blocks.data_ptr(), index // size
+            if block in done:
+                blocks.view(-1, blocks.shape[-1])[block[1]] = before.view(-1, blocks.shape[-1])[block[1]]
+            done.add(block)
+
+    monkeypatch.setattr(indexer, "pool_blocks", once)
+
+
+FAULTS = [_no_pending, _kind_by_shape, _short_rings, _stale_drafts, _first_block_keys]
 
 
 @pytest.mark.parametrize("fault", [None, *FAULTS])
@@ -364,7 +383,7 @@ def test_each_remedy_is_needed(
     benches: dict[str, Alone], monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None] | None
 ) -> None:
     bench = benches["qwen4_exp"]
-    params = SamplingParams(max_tokens=30, temperature=0.7, ignore_eos=True)
+    params = SamplingParams(max_tokens=60, temperature=0.7, ignore_eos=True)
     asked = [(text_of(length, length), params, 3) for length in (4, 9)]
     alone = [bench.alone(*each) for each in asked]
     turns = iter(range(10_000))  # one draft right and two wrong; every third step drafts nothing
