@@ -67,6 +67,8 @@ class LLM:
     and, on a GPU, `capturing` with how many of how many step sizes have been captured.
     Raises ValueError, listing every problem, for settings or a checkpoint that cannot be honoured.
 
+    drafter: drafts for speculation "drafter", which it implies: see engine/speculate.py.
+
     group: ranks, each of which makes an LLM of the same model and settings, on the group's device. They have the n-gram
     tables together and run steps together, each for its own requests: what `generate` or `stream` begins, on any of
     them, ends when no rank has requests left, and a rank without any takes part by `assist`.

@@ -206,7 +206,7 @@ class Runner:
             self._admit(request)
         for request, checkpoint in scheduled.restored:
             self._share_pages(request)
-            torch._foreach_copy_(*self._places(request.slot, checkpoint.index))
+            _copy(*self._places(request.slot, checkpoint.index))
         self._fill(plan)
         if self.stream is None:
             reported = self._commit_here(scheduled, *self._forward(plan.bucket, scheduled.requests))
@@ -251,7 +251,7 @@ class Runner:
     def _save(self, scheduled: Scheduled) -> None:
         for request, checkpoint in scheduled.saved:
             states, kept = self._places(request.slot, checkpoint.index)
-            torch._foreach_copy_(kept, states)
+            _copy(kept, states)
 
     def _allow(self, scheduled: Scheduled) -> None:
         for entry, request in zip(scheduled.plan.entries, scheduled.requests, strict=True):
@@ -384,3 +384,10 @@ class Runner:
             if request.wants_prompt_logits:
                 tokens = slice(int(table.cu_tokens[n]), int(table.cu_tokens[n + 1]))
                 request.prompt_logits.append(self.model.logits(hidden[tokens]).float().cpu())
+
+
+def _copy(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
+    """Each tensor of `source` to the one in its place: one launch for all of a dtype."""
+    for dtype in {tensor.dtype for tensor in to}:
+        mine = [n for n, tensor in enumerate(to) if tensor.dtype == dtype]
+        torch._foreach_copy_([to[n] for n in mine], [source[n] for n in mine])
