@@ -25,8 +25,8 @@ from deltagram.ngram.formats import RowFormat
 from deltagram.ngram.helpers import HelperError
 
 CAPACITY = 1 << 17  # rows of one lookup; larger ones are several
-POLLS = 1_500_000  # of one to two microseconds
-CHUNK = 64  # pieces that a function fetches at a time
+POLLS = 1_000_000  # of one to two microseconds, more where processes share a device
+CHUNK = 16  # pieces that a function fetches at a time, after which the device sees that it moves
 _MOST, _LEAST = 128, 64  # pieces copied at a time
 _IDLE = 20e-6  # seconds between two looks at what is asked
 

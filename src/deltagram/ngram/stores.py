@@ -8,7 +8,6 @@ others, placement.py the names by which they are chosen.
 import json
 import os
 import socket
-import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -123,22 +122,32 @@ class HostStore(DeviceStore):
         """The most rows for which reading in place is at least as fast as gathering, measured here and now."""
         best = 0
         for rows in (256 << power for power in range(9)):
-            if self._seconds(rows, super().lookup) > self._seconds(rows, self.gather):
+            if self._milliseconds(rows, super().lookup) > self._milliseconds(rows, self.gather):
                 break
             best = rows
         return best
 
-    def _seconds(self, rows: int, lookup: Callable[..., Tensor]) -> float:
-        """Of a lookup of `rows` random rows, which are others every time: none is in a cache."""
+    def _milliseconds(self, rows: int, lookup: Callable[..., Tensor]) -> float:
+        """Device time of a captured lookup of `rows` random rows, which are others at every replay: none is in a
+        cache."""
         out = torch.empty(rows, self.format.row_bytes, dtype=torch.uint8, device=self.device)
-        times = []
-        for _ in range(6):
-            ids = torch.randint(self.num_rows, (rows,), device=self.device)
-            torch.cuda.synchronize(self.device)
-            begin = time.perf_counter()
+        ids = torch.randint(self.num_rows, (rows,), device=self.device)
+        lookup(ids, None, out)  # compiles
+        torch.cuda.synchronize(self.device)
+        graph, times = torch.cuda.CUDAGraph(), []
+        with torch.cuda.stream(torch.cuda.Stream(self.device)):
+            graph.capture_begin(capture_error_mode="thread_local")
             lookup(ids, None, out)
-            torch.cuda.synchronize(self.device)
-            times.append(time.perf_counter() - begin)
+            graph.capture_end()
+        for _ in range(6):
+            ids.random_(self.num_rows)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self.wake()
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
         return sorted(times[1:])[2]
 
 
