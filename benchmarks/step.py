@@ -80,7 +80,7 @@ def prefill() -> dict[str, Any]:
 class Given:
     """In place of the chains: keys and values that are there already."""
 
-    exchange = None
+    exchange, stream, stores = None, None, ()
 
     def __init__(self, model: EngramModel) -> None:
         self.sizes, self.made = (model.num_streams, model.config.hidden_size), {}

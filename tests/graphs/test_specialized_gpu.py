@@ -26,7 +26,7 @@ def logits(harness: StepHarness, mix: Mix) -> torch.Tensor:
     plan = harness.plan(mix, harness.begin(mix)).plan
     with torch.inference_mode(), torch.cuda.stream(runner.stream):
         runner._fill(plan)
-        _, made = runner._forward(plan.bucket)
+        made = runner._forward(plan.bucket)[1]
         runner.buffers.start_over()
     torch.cuda.synchronize()
     return made[: mix.num_tokens].float()

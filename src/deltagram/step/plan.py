@@ -107,18 +107,20 @@ class StepPlan:
     grants: tuple[PageGrant, ...] = ()
 
     def __post_init__(self) -> None:
-        kinds = [entry.kind for entry in self.entries]
-        assert kinds == sorted(kinds), "entries are ordered decode, verify, prefill"
-        assert Kind.PAD not in kinds, "padding is the bucket's, not an entry"
+        last, tokens, samples = Kind.DECODE, 0, 0
+        for entry in self.entries:
+            assert entry.kind >= last, "entries are ordered decode, verify, prefill"
+            last = entry.kind
+            assert entry.num_new >= 1 and entry.start >= 0
+            assert len(entry.drafts) in (0, entry.num_draft), "all drafts are given, or none"
+            assert entry.num_draft <= self.bucket.max_draft >= entry.wanted
+            tokens += entry.num_new
+            samples += entry.num_samples
+        assert last is not Kind.PAD, "padding is the bucket's, not an entry"
         assert len({entry.row for entry in self.entries}) == len(self.entries), "a request has one entry in a step"
-        assert all(entry.num_new >= 1 and entry.start >= 0 for entry in self.entries)
-        assert self.num_tokens <= self.bucket.tokens and len(self.entries) <= self.bucket.sequences
-        assert self.num_samples <= self.bucket.num_samples, (
-            "the bucket has no room for the tokens that are sampled after"
-        )
-        assert self.bucket.mixed or Kind.PREFILL not in kinds, "a tokens-only bucket runs no prefill"
-        assert all(len(entry.drafts) in (0, entry.num_draft) for entry in self.entries), "all drafts are given, or none"
-        assert max((max(entry.num_draft, entry.wanted) for entry in self.entries), default=0) <= self.bucket.max_draft
+        assert tokens <= self.bucket.tokens and len(self.entries) <= self.bucket.sequences
+        assert samples <= self.bucket.num_samples, "the bucket has no room for the tokens that are sampled after"
+        assert self.bucket.mixed or last is not Kind.PREFILL, "a tokens-only bucket runs no prefill"
 
     @property
     def num_tokens(self) -> int:

@@ -7,7 +7,6 @@ has ended.
 
 import math
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -122,36 +121,53 @@ def max_grants(bucket: Bucket, page_size: int) -> int:
 
 def pack(plan: StepPlan, page_size: int, pad_row: int, pad_slot: int) -> Array:
     """The host's part of the table as one flat int32 array, in the order of the fields above."""
-    entries, bucket = plan.entries, plan.bucket
-    pad = bucket.sequences - len(entries)
-    chunks = [
-        number
-        for n, entry in enumerate(entries)
-        if entry.kind is Kind.PREFILL
-        for index in range(-(-entry.num_new // CHUNK))
-        for number in (n, index)
-    ]
+    bucket, count = plan.bucket, len(plan.entries)
+    shapes = _shapes(bucket, max_grants(bucket, page_size))
+    packed = np.zeros(sum(math.prod(shape) for shape in shapes.values()), np.int32)
+    columns, first = {}, 0
+    for name, shape in shapes.items():
+        columns[name] = packed[first : first + math.prod(shape)]
+        first += math.prod(shape)
+    rows: list[tuple[int, ...]] = []
+    sampled: list[int] = []
+    chunks: list[int] = []
+    tokens = samples = 0
+    for n, entry in enumerate(plan.entries):
+        prefill = entry.kind is Kind.PREFILL
+        tokens += entry.num_new
+        if not prefill or entry.is_last_chunk:
+            sampled += range(tokens - 1 - entry.num_draft, tokens)
+            samples += 1 + entry.num_draft
+        start = entry.start if prefill else -1
+        row = (
+            entry.kind,
+            entry.row,
+            entry.slot,
+            tokens,
+            start,
+            entry.num_draft,
+            entry.wanted,
+            len(entry.drafts),
+            samples,
+        )
+        rows.append(row)
+        if prefill:
+            for index in range(-(-entry.num_new // CHUNK)):
+                chunks += (n, index)
+        if entry.drafts:
+            columns["drafts"][n * bucket.max_draft :][: len(entry.drafts)] = entry.drafts
     grants = [number for grant in plan.grants for number in (grant.row, grant.index, grant.page)]
-    drafts = [draft for entry in entries for draft in (*entry.drafts, *[0] * (bucket.max_draft - len(entry.drafts)))]
-    ends = list(accumulate(entry.num_new for entry in entries))
-    sampled = [token for end, entry in zip(ends, entries, strict=True) for token in range(end - entry.num_samples, end)]
-    fields: dict[str, list[int]] = {
-        "counts": [plan.num_tokens, len(entries), len(chunks) // 2, len(plan.grants)],
-        "kind": [*(entry.kind for entry in entries), *[Kind.PAD] * pad],
-        "row": [*(entry.row for entry in entries), *[pad_row] * pad],
-        "slot": [*(entry.slot for entry in entries), *[pad_slot] * pad],
-        "cu_tokens": [0, *ends, *[plan.num_tokens] * pad],
-        "prefill_start": [*(entry.start if entry.kind is Kind.PREFILL else -1 for entry in entries), *[-1] * pad],
-        "num_draft": [*(entry.num_draft for entry in entries), *[0] * pad],
-        "wanted": [*(entry.wanted for entry in entries), *[0] * pad],
-        "given": [*(len(entry.drafts) for entry in entries), *[0] * pad],
-        "drafts": drafts + [0] * (bucket.sequences * bucket.max_draft - len(drafts)),
-        "cu_samples": [0, *accumulate(entry.num_samples for entry in entries), *[len(sampled)] * pad],
-        "sampled": sampled + [0] * (bucket.num_samples - len(sampled)),
-        "chunks": chunks + [-1] * (2 * bucket.chunks - len(chunks)),
-        "grants": grants + [0] * (3 * max_grants(bucket, page_size) - len(grants)),
-    }
-    return np.array([number for values in fields.values() for number in values], np.int32)
+    names = "kind", "row", "slot", "cu_tokens", "prefill_start", "num_draft", "wanted", "given", "cu_samples"
+    values = np.array(rows, np.int32).reshape(count, len(names))
+    padding = int(Kind.PAD), pad_row, pad_slot, tokens, -1, 0, 0, 0, samples
+    for i, name in enumerate(names):
+        column = columns[name][-bucket.sequences :] if bucket.sequences else columns[name][:0]  # past the leading 0
+        column[:count], column[count:] = values[:, i], padding[i]
+    columns["counts"][:] = tokens, count, len(chunks) // 2, len(plan.grants)
+    columns["sampled"][: len(sampled)] = sampled
+    columns["chunks"][: len(chunks)], columns["chunks"][len(chunks) :] = chunks, -1
+    columns["grants"][: len(grants)] = grants
+    return packed
 
 
 def prepare(packed: Tensor, bucket: Bucket, history: TokenHistory, page_table: Tensor, page_size: int) -> SequenceTable:
