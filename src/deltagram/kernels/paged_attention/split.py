@@ -174,7 +174,7 @@ def launch(
     assert tokens * key_heads <= MOST_COUNTERS
     items = min(tokens, len(row) * (1 + tokens // sizes["TOKENS"])) * places * key_heads
     gates = q if gate is None else gate
-    _kernel[(min(items, RESIDENT * processors(q.device)),)](
+    _kernel[(min(items, resident(size) * processors(q.device)),)](
         q, k_cache, v_cache, page_table, row, kind, cu_tokens, length, gates, out, parts, weights,
         counters(q.device), num_rows, len(row), places, pages, q.stride(0), gates.stride(0), gates.stride(1),
         scale * LOG2_E, GATED=gate is not None, HKV=key_heads, GROUP=group, D=size, PAGE=page_size, **sizes, **OPTIONS,
@@ -183,7 +183,11 @@ def launch(
 
 LOG2_E = 1.4426950408889634
 OPTIONS = {"num_warps": 4, "num_stages": 3}
-RESIDENT = 2  # programs that a multiprocessor holds at once
+
+
+def resident(size: int) -> int:
+    """Programs that a multiprocessor holds at once: two tiles of 64 keys and values of 256 fill most of its memory."""
+    return max(1, 256 // power_of_two(size))
 
 
 @cache
