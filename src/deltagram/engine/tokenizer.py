@@ -94,7 +94,8 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Ids without a token (a model's vocabulary is often padded) give no text."""
-        return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        # As with encoding, this way of the backend's lets other threads run.
+        return self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
