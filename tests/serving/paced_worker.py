@@ -63,7 +63,7 @@ def serve(descriptor: int) -> None:
         steps += bool(deltas)
         counts = dict.fromkeys(COUNTS, 0)
         gauges = {"running": len(deltas), "waiting": max(len(sequences) - capacity, 0)}
-        gauges |= {"pages_used": len(deltas), "slots_used": len(deltas), "prefix_checkpoints": 0}
+        gauges |= {"pages_used": len(deltas), "slots_used": len(deltas), "prefix_checkpoints": 0, "prefix_pages": 0}
         message = {"deltas": deltas, "step": None, "counts": counts | {"num_steps": steps}, "gauges": gauges}
         connection.sendall(channel.pack(message | {"prefix_misses": {}, "cached_rows": None}))
 

@@ -198,4 +198,10 @@ def test_operators_routes(server):
     assert re.search(r'deltagram_table_bytes\{tier="device"\} [1-9]', text)
     schema = server.client.get("/openapi.json").json()
     assert set(schema["paths"]) >= {"/v1/completions", "/v1/chat/completions", "/tokenize", "/health", "/metrics"}
-    assert "openapi.json" in server.client.get("/docs").text
+    docs = server.client.get("/docs")
+    assert all(path in docs.text for path in schema["paths"]) and 'href="openapi.json"' in docs.text
+    fields = {field for body in schema["components"]["schemas"].values() for field in body.get("properties", {})}
+    assert fields > {"prompt", "stream_options"} and all(f"<code>{field}</code>" in docs.text for field in fields)
+    assert set(re.findall(r'href="#(\w+)"', docs.text)) <= set(re.findall(r'id="(\w+)"', docs.text))
+    assert "http" not in docs.text and "<script" not in docs.text and "default-src 'none'" in str(docs.headers)
+    assert server.client.get("/redoc").status_code == 404

@@ -178,11 +178,16 @@ def test_a_failing_step_fails_its_requests_alone(start_faulty):
     assert "a step failed" in server.messages() and "secret" not in server.messages()
 
 
-def test_when_the_engine_process_dies_everybody_hears_of_it(start_faulty):
+@pytest.mark.parametrize(
+    ("token", "code", "said"),
+    [("\x02", 9, ""), ("\x03", 1, "DeviceFault"), ("\x04", 1, "AssertionError")],
+    ids=["dies", "device fails", "engine raises"],
+)
+def test_when_the_engine_process_ends_everybody_hears_of_it(start_faulty, token, code, said):
     server = start_faulty()
     streams = [Stream(server).wait_for_text(server) for _ in range(3)]
     began = time.monotonic()
-    answer = server.client.post("/v1/completions", json=LONG | {"prompt": "\x02"})
+    answer = server.client.post("/v1/completions", json=LONG | {"prompt": f"my secret {token}"})
     for stream in streams:
         stream.join()
     assert time.monotonic() - began < 2.0
@@ -191,3 +196,5 @@ def test_when_the_engine_process_dies_everybody_hears_of_it(start_faulty):
     assert health.status_code == 503 and "engine process" in health.json()["error"]["message"]
     assert server.client.post("/v1/completions", json=LONG).status_code == 503
     assert server.client.get("/live").status_code == 200 and server.gauges()["deltagram_in_flight"] == 0
+    server.wait_until(lambda: f"ended, with exit code {code}\n" in server.messages(), 2.0)
+    assert said in server.messages() and "secret" not in server.messages()

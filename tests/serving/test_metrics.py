@@ -5,7 +5,9 @@ from deltagram.serving.worker import COUNTS
 
 
 def message(count: int, misses: dict[str, int], cached: tuple[int, int] | None) -> dict[str, object]:
-    gauges = dict.fromkeys(("running", "waiting", "pages_used", "slots_used", "prefix_checkpoints"), count)
+    gauges = dict.fromkeys(
+        ("running", "waiting", "pages_used", "slots_used", "prefix_pages", "prefix_checkpoints"), count
+    )
     counts = dict.fromkeys(COUNTS, count)
     return {"gauges": gauges, "counts": counts, "prefix_misses": misses, "cached_rows": cached, "step": None}
 

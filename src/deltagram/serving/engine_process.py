@@ -5,18 +5,22 @@ one is an answer from the other. What is admitted always ends: with its last tok
 """
 
 import asyncio
+import logging
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from deltagram.serving import channel
+from deltagram.serving.faults import describe
 from deltagram.serving.limits import Limits
 from deltagram.serving.metrics import Metrics
 
+log = logging.getLogger("deltagram")
 WORKER = (sys.executable, "-m", "deltagram.serving.worker")
 GONE = "the engine process has ended"
 
@@ -136,6 +140,7 @@ class EngineProcess:
         self._listener: asyncio.Task[None] | None = None  # kept, or it could be collected
         self._flights: dict[int, Flight] = {}  # by sequence id
         self._next_id = 0
+        self._reserved = 0  # places of requests that are being prepared
         self._moved = time.perf_counter()
 
     @staticmethod
@@ -183,8 +188,28 @@ class EngineProcess:
         return sum(sum(flight.waiting.values()) for flight in flights.values())
 
     @property
-    def has_room(self) -> bool:
-        return self.in_flight < self.facts["max_num_sequences"] + self.limits.max_queued
+    def overload(self) -> str | None:
+        """Why not one more sequence could be admitted now, whatever it is, or None."""
+        if (queued := self.queued_tokens) >= self.limits.max_queued_tokens:
+            return f"{queued} prompt tokens wait"
+        return None if self._has_room(1) else f"{self.in_flight + self._reserved} sequences run or wait"
+
+    @contextmanager
+    def reserve(self, count: int) -> Iterator[None]:
+        """Keep places for `count` sequences while they are prepared and admitted, so that who will find none hears so
+        before any work is done for it. Raises Overloaded."""
+        if not self._has_room(count):
+            others = self.in_flight + self._reserved
+            raise Overloaded(f"{others} sequences run or wait; there is no room for {count} more")
+        self._reserved += count
+        try:
+            yield
+        finally:
+            self._reserved -= count
+
+    def _has_room(self, count: int) -> bool:
+        places = self.facts["max_num_sequences"] + self.limits.max_queued
+        return self.in_flight + self._reserved + count <= places
 
     @property
     def stalled(self) -> bool:
@@ -200,17 +225,15 @@ class EngineProcess:
         salt: str,
         deadline: float,
     ) -> Flight:
-        """Queue a sequence for each seed of each prompt. Await `accepted`: it raises ValueError if the engine refuses.
-        At `deadline` (of the event loop's clock) the request fails.
+        """Queue a sequence for each seed of each prompt, within `reserve` of as many. Await `accepted`: it raises
+        ValueError if the engine refuses. At `deadline` (of the event loop's clock) the request fails.
 
-        Raises Overloaded if the queue has no room for all of them, EngineFailed if there is no engine.
+        Raises Overloaded if too many prompt tokens wait, EngineFailed if there is no engine.
         """
         if not self.alive:
             raise EngineFailed(GONE, 503)
         lengths = [len(prompt) for prompt, own in zip(prompts, seeds, strict=True) for _ in own]
         queued = self.queued_tokens
-        if self.in_flight + len(lengths) > self.facts["max_num_sequences"] + self.limits.max_queued:
-            raise Overloaded(f"{self.in_flight} sequences run or wait; there is no room for {len(lengths)} more")
         if queued and queued + sum(lengths) > self.limits.max_queued_tokens:
             raise Overloaded(f"{queued} prompt tokens wait; there is no room for {sum(lengths)} more")
         overdue = EngineFailed(f"the answer took longer than {self.limits.max_request_seconds:g} s", 504)
@@ -254,15 +277,22 @@ class EngineProcess:
         self._writer.write(channel.pack(message))
 
     async def _listen(self) -> None:
-        while (message := await channel.receive(self._reader)) is not None:
-            self._moved = time.perf_counter()
-            if "accepted" in message or "refused" in message:
-                self._answer(message)
-            else:
-                self._deliver(message["deltas"])
-                self.metrics.step(message)
-        self.alive = False
+        try:
+            while (message := await channel.receive(self._reader)) is not None:
+                self._moved = time.perf_counter()
+                if "accepted" in message or "refused" in message:
+                    self._answer(message)
+                else:
+                    self._deliver(message["deltas"])
+                    self.metrics.step(message)
+        except Exception as error:  # nobody would hear the engine any more
+            log.critical("what the engine said could not be taken:\n%s", describe(error))
+            self.process.kill()
+        was_alive, self.alive = self.alive, False
         self.fail_all(EngineFailed(GONE, 503))
+        code = await asyncio.to_thread(self.process.wait)
+        if was_alive:
+            log.critical("the engine process has ended, with exit code %d", code)
 
     def _answer(self, message: dict[str, Any]) -> None:
         flight = self._flights.get(message["request"])

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import time
 from base64 import b64decode
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
@@ -39,9 +40,13 @@ def unavailable(message: str, limits: Limits) -> Response:
 
 
 class Gate(Protocol):
-    """What the guard asks of the server; each says why not, or None."""
+    """What the guard asks of the server, and tells it."""
 
-    def refuses_generation(self) -> str | None: ...
+    def refuses_generation(self) -> str | None:
+        """Why not, or None."""
+
+    def has_shed(self, seconds: float) -> None:
+        """A request that generates was answered with 503, `seconds` after it had been read."""
 
 
 class Guard:
@@ -62,11 +67,18 @@ class Guard:
             await self.app(scope, receive, send)
             return
         generating = scope["path"] in self.generates
+        scope["read"] = time.perf_counter()
+
+        async def watched(message: Message) -> None:
+            if generating and message["type"] == "http.response.start" and message["status"] == 503:
+                self.gate.has_shed(time.perf_counter() - scope["read"])
+            await send(message)
+
         self.open += 1
         self.generating += generating
         try:
             refusal = self._refusal(scope)
-            await (self._run(scope, receive, send) if refusal is None else refusal(scope, receive, send))
+            await (self._run(scope, receive, watched) if refusal is None else refusal(scope, receive, watched))
         finally:
             self.open -= 1
             self.generating -= generating
@@ -130,6 +142,7 @@ class LimitedRequest(Request):
             except TimeoutError:
                 message = f"the body took longer than {self.limits.max_body_seconds:g} s"
                 raise HTTPException(408, message, CLOSE) from None
+            self.scope["read"] = time.perf_counter()
         return self._body
 
     async def _read(self) -> bytes:

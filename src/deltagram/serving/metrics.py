@@ -26,8 +26,9 @@ class Metrics:
         self.gauges = {
             "running": gauge("running", "Sequences that run."),
             "waiting": gauge("waiting", "Sequences that wait in the engine."),
-            "pages_used": gauge("cache_pages_used", "Pages of the cache that sequences own."),
+            "pages_used": gauge("cache_pages_used", "Pages of the cache that sequences hold."),
             "slots_used": gauge("state_slots_used", "Slots of recurrent state that sequences own."),
+            "prefix_pages": gauge("prefix_pages", "Pages of the cache that only kept prefixes hold; free when needed."),
             "prefix_checkpoints": gauge("prefix_checkpoints", "States kept for prefixes that requests share."),
         }
         self.in_flight = gauge("in_flight", "Sequences admitted and not ended.")
@@ -62,6 +63,9 @@ class Metrics:
             "lookups": counter("cached_row_lookups", "Rows of n-gram tables asked of a cache."),
         }
         self.requests = counter("requests", "Requests that generate, by how they ended.", "outcome")
+        self.shed = histogram(
+            "shed_seconds", "From a request's arrival, or the end of its body if that is read, to its 503.", _SECONDS
+        )
         self.ttft = histogram("time_to_first_token_seconds", "From admission to a sequence's first token.", _SECONDS)
         self.tpot = histogram("time_per_output_token_seconds", "Mean of a sequence after its first token.", _SECONDS)
         self.step_seconds = histogram(

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from deltagram import __version__
 from deltagram.engine.tokenizer import Tokenizer
-from deltagram.serving import protocol
+from deltagram.serving import protocol, reference
 from deltagram.serving.answers import Answer, ChatAnswer, CompletionAnswer
 from deltagram.serving.engine_process import GONE, EngineFailed, EngineProcess, Flight, Overloaded, Piece
 from deltagram.serving.grammar import Grammars
@@ -59,7 +59,8 @@ class Server:
         self.app = Guard(self.api, self, limits, keys, GENERATES)
 
     def _api(self) -> FastAPI:
-        api = FastAPI(title="deltagram", version=__version__, description="An OpenAI-compatible server.")
+        text = "An OpenAI-compatible server."
+        api = FastAPI(title="deltagram", version=__version__, description=text, docs_url=None, redoc_url=None)
         router = APIRouter(route_class=limited_route(self.limits))
         answers: dict[int | str, dict[str, Any]] = {
             status: {"description": text}
@@ -80,6 +81,7 @@ class Server:
         route("GET", "/live", self.live)
         route("GET", "/metrics", self.metrics_text)
         router.add_api_route("/", self.page, methods=["GET"], include_in_schema=False)
+        router.add_api_route("/docs", self.docs, methods=["GET"], include_in_schema=False)
         api.include_router(router)
         api.add_exception_handler(RequestValidationError, _on_validation_error)
         api.add_exception_handler(StarletteHTTPException, _on_http_exception)
@@ -87,11 +89,10 @@ class Server:
 
     def refuses_generation(self) -> str | None:
         """Why no request can be taken now, known before its body is read."""
-        if not self.engine.alive:
-            return GONE
-        if self.draining:
-            return "the server is shutting down"
-        return None if self.engine.has_room else f"{self.engine.in_flight} sequences run or wait"
+        return self._closed() or self.engine.overload
+
+    def has_shed(self, seconds: float) -> None:
+        self.metrics.shed.observe(seconds)
 
     # Routes
 
@@ -108,8 +109,11 @@ class Server:
         with _refusals():
             job = protocol.completion_job(body, self.limits)
             given = protocol.prompts(body, self.limits)
-            prompts = [await self._encode(each) if isinstance(each, str) else each for each in given]
-        return await self._generate(request, body, job, prompts, CompletionAnswer, deadline)
+
+        async def encoded() -> Sequence[Sequence[int]]:
+            return [await self._encode(each) if isinstance(each, str) else each for each in given]
+
+        return await self._generate(request, body, job, len(given), encoded, CompletionAnswer, deadline)
 
     async def chat_completions(self, body: protocol.ChatRequest, request: Request) -> Response:
         deadline = asyncio.get_running_loop().time() + self.limits.max_request_seconds
@@ -117,8 +121,11 @@ class Server:
         with _refusals():
             job = protocol.chat_job(body, self.limits, self.engine.facts["max_length"])
             variables = protocol.template_variables(body.chat_template_kwargs)
-            prompt = await self._encode_chat(body.messages, variables)
-        return await self._generate(request, body, job, [prompt], ChatAnswer, deadline)
+
+        async def encoded() -> Sequence[Sequence[int]]:
+            return [await self._encode_chat(body.messages, variables)]
+
+        return await self._generate(request, body, job, 1, encoded, ChatAnswer, deadline)
 
     async def tokenize(self, body: protocol.TokenizeRequest) -> Response:
         """Token ids of a prompt, or of messages as the chat template puts them."""
@@ -145,12 +152,8 @@ class Server:
 
     async def health(self) -> Response:
         """Whether requests can be answered: 503 if not."""
-        problem = None
-        if not self.engine.alive:
-            problem = GONE
-        elif self.draining:
-            problem = "the server is shutting down"
-        elif self.engine.stalled:
+        problem = self._closed()
+        if problem is None and self.engine.stalled:
             problem = f"there is work, and no step for {self.limits.stall_seconds:g} s"
         if problem is None:
             return JSONResponse({"status": "ok"})
@@ -167,7 +170,16 @@ class Server:
         text = (files("deltagram.serving") / "page.html").read_text(encoding="utf-8")
         return HTMLResponse(text, headers={"Content-Security-Policy": PAGE_POLICY})
 
+    async def docs(self) -> Response:
+        return HTMLResponse(reference.page(self.api.openapi()), headers={"Content-Security-Policy": reference.POLICY})
+
     # What they share
+
+    def _closed(self) -> str | None:
+        """Why no request is taken any more, or None."""
+        if not self.engine.alive:
+            return GONE
+        return "the server is shutting down" if self.draining else None
 
     def _model(self) -> dict[str, Any]:
         length = self.engine.facts["max_length"]
@@ -202,18 +214,22 @@ class Server:
         request: Request,
         body: protocol.Generation,
         job: protocol.Job,
-        prompts: Sequence[Sequence[int]],
+        num_prompts: int,
+        encoded: Callable[[], Awaitable[Sequence[Sequence[int]]]],
         kind: type[Answer],
         deadline: float,
     ) -> Response:
-        if job.grammar is not None:
-            with _refusals():
-                await self._compile(job.grammar)
-        seeds = [job.params.seeds() for _ in prompts]
+        params, grammar, salt = asdict(job.params), job.grammar, request.scope["salt"]
         try:
-            if why := self.refuses_generation():  # also what came to pass while the body was read
-                return self._ended("refused", unavailable(why, self.limits))
-            flight = self.engine.admit(prompts, seeds, asdict(job.params), job.grammar, request.scope["salt"], deadline)
+            with self.engine.reserve(num_prompts * job.params.n):
+                with _refusals():
+                    if grammar is not None:
+                        await self._compile(grammar)
+                    prompts = await encoded()
+                if why := self._closed():  # meanwhile
+                    return self._ended("refused", unavailable(why, self.limits))
+                seeds = [job.params.seeds() for _ in prompts]
+                flight = self.engine.admit(prompts, seeds, params, grammar, salt, deadline)
         except Overloaded as error:
             return self._ended("refused", unavailable(str(error), self.limits))
         streaming = False

@@ -134,7 +134,7 @@ class Worker:
         ]
 
     def _tell(self, deltas: list[Delta], stepped: bool) -> None:
-        engine, stats = self.engine, self.engine.stats
+        engine, stats, pages = self.engine, self.engine.stats, self.engine.scheduler.pages
         errors = [delta.error for delta in deltas if delta.error and not isinstance(delta.error, GrammarError)]
         for error in errors[:1]:
             log.error("a step failed:\n%s", describe(error))
@@ -143,12 +143,13 @@ class Worker:
                 "deltas": [self._plain(delta) for delta in deltas],
                 "step": stats.steps[-1] if stepped else None,
                 "counts": {name: getattr(stats, name) for name in COUNTS},
-                "prefix_misses": stats.prefix_misses,
+                "prefix_misses": _public(stats.prefix_misses),
                 "cached_rows": self._cached_rows(),
                 "gauges": {
                     "running": len(engine.scheduler.running),
                     "waiting": len(engine.scheduler.waiting),
-                    "pages_used": engine.scheduler.pages.num_pages - engine.scheduler.pages.num_free,
+                    "pages_used": pages.num_pages - pages.num_free - pages.num_idle,
+                    "prefix_pages": pages.num_idle,
                     "slots_used": engine.scheduler.slots.num_slots - engine.scheduler.slots.num_free,
                     "prefix_checkpoints": stats.prefix_checkpoints,
                 },
@@ -182,6 +183,15 @@ def _told(error: Exception | None) -> str | None:
     if isinstance(error, GrammarError):
         return str(error)
     return f"the step that ran this request failed ({type(error).__name__})"
+
+
+def _public(misses: dict[str, int]) -> dict[str, int]:
+    """Misses of the prefix cache as anybody with a key may read them: whether another key has asked for the same shall
+    not be told."""
+    public = {reason: count for reason, count in misses.items() if reason != "salt"}
+    if "salt" in misses:
+        public["no_entry"] = public.get("no_entry", 0) + misses["salt"]
+    return public
 
 
 def facts(llm: LLM) -> dict[str, Any]:
@@ -232,9 +242,9 @@ def serve(descriptor: int) -> None:
     threading.Thread(target=worker.read, args=(file,), daemon=True).start()
     try:
         worker.run()
-    except Exception as error:
+    except BaseException as error:  # the device has failed, or the engine may be in any state
         log.critical("the engine failed:\n%s", describe(error))
-        sys.exit(1)
+        os._exit(1)  # at once: an orderly end might wait for the device
 
 
 if __name__ == "__main__":
