@@ -11,8 +11,8 @@ class DemoConfig:
     """The fields of `config.json` (Qwen4ExpForCausalLM) that shape the model. Sizes in elements, context in tokens."""
 
     vocab_size: int = 4096
-    hidden_size: int = 256
-    num_hidden_layers: int = 8
+    hidden_size: int = 192
+    num_hidden_layers: int = 12
     full_attention_interval: int = 4
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-6
@@ -29,8 +29,8 @@ class DemoConfig:
     linear_value_head_dim: int = 32
     num_experts: int = 8
     num_experts_per_tok: int = 2
-    moe_intermediate_size: int = 96
-    shared_expert_intermediate_size: int = 128
+    moe_intermediate_size: int = 64
+    shared_expert_intermediate_size: int = 64
     hc_count: int = 2
     hc_lowrank: int = 32
     ple_layer_ids: tuple[int, ...] = (1, 6)
@@ -38,7 +38,7 @@ class DemoConfig:
     ple_conv_kernel_size: int = 4
     ngram_size: int = 3
     heads_per_ngram: int = 2
-    ngram_vocab_size_base: int = 17000
+    ngram_vocab_size_base: int = 24000
     make_ngram_vocab_size_divisible_by: int = 128
     seed: int = 1234
     split_ngram_parts: int = 4
