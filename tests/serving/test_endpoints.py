@@ -3,35 +3,12 @@
 import json
 import re
 
-import httpx
 import pytest
+
+from deltagram.testing.server import ask, events, streamed_texts
 
 GREEDY = {"temperature": 0, "max_tokens": 24}
 EMOJI = {"regex": "(😀|é|日本){40}", "max_tokens": 60, "temperature": 1, "seed": 5}
-
-
-def events(client: httpx.Client, path: str, body: dict) -> list[dict]:
-    """The chunks of a stream."""
-    with client.stream("POST", path, json=body | {"stream": True}) as response:
-        assert response.status_code == 200, response.read()
-        assert response.headers["content-type"].startswith("text/event-stream")
-        lines = [line for line in response.iter_lines() if line]
-    assert lines[-1] == "data: [DONE]"
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-
-
-def ask(client: httpx.Client, path: str, body: dict) -> dict:
-    response = client.post(path, json=body)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
-def streamed_texts(chunks: list[dict], count: int) -> list[str]:
-    texts = [""] * count
-    for chunk in chunks:
-        for choice in chunk["choices"]:
-            texts[choice["index"]] += choice["delta"].get("content", "") if "delta" in choice else choice["text"]
-    return texts
 
 
 def test_models(server):

@@ -1,5 +1,6 @@
 """A server in a process of its own, for tests and benchmarks: the real command, started and stopped."""
 
+import json
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import httpx
 
@@ -79,3 +81,30 @@ class RunningServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def events(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The chunks of a stream."""
+    with client.stream("POST", path, json=body | {"stream": True}) as response:
+        assert response.status_code == 200, response.read()
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in response.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def ask(client: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """A whole answer."""
+    response = client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json()
+    return found
+
+
+def streamed_texts(chunks: Sequence[dict[str, Any]], count: int) -> list[str]:
+    """What the chunks of a stream say, for each of its `count` choices."""
+    texts = [""] * count
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            texts[choice["index"]] += choice["delta"].get("content", "") if "delta" in choice else choice["text"]
+    return texts
