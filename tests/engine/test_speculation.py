@@ -271,20 +271,23 @@ def test_the_distribution_is_that_of_no_speculation(benches: dict[str, Alone]) -
 
 def test_a_drafter_that_fails_ends_its_own_request(benches: dict[str, Alone]) -> None:
     bench = benches["qwen3_5"]
-    good, bad, wrong = (text_of(length, length) for length in (5, 6, 7))
+    good, bad, wrong, spent = (text_of(length, length) for length in (5, 6, 7, 8))
 
-    def draft(tokens: tuple[int, ...], num_draft: int) -> list[Any]:
+    def draft(tokens: tuple[int, ...], num_draft: int) -> Any:
         if tokens[:6] == bad:
             raise KeyError("no idea")
+        if tokens[:8] == spent:
+            return iter([1, 2])
         return [1 << 40] if tokens[:7] == wrong else []
 
     engine = bench.engine("drafter", drafter=draft)
-    requests = [engine.add_request(prompt, VARIANTS[0], 0) for prompt in (good, bad, wrong)]
+    requests = [engine.add_request(prompt, VARIANTS[0], 0) for prompt in (good, bad, wrong, spent)]
     errors: dict[int, Exception] = {}
     while engine.has_work:
         errors |= {delta.request.id: delta.error for delta in engine.step() if delta.error}
     assert tuple(requests[0].tokens) == good + bench.alone(good, VARIANTS[0], 0)
     assert isinstance(errors[requests[1].id], KeyError) and "from 0 to 263" in str(errors[requests[2].id])
+    assert "must return a sequence" in str(errors[requests[3].id])
     engine.scheduler.check_empty()
 
 

@@ -128,7 +128,7 @@ class Speculation:
         return request.gain.worth(self.num_draft, self.cost.price(sequences)) if self.adaptive else self.num_draft
 
     def propose(self, request: Request, sequences: int, vocab_size: int) -> None:
-        """Have the host's drafter set `request.drafts`. Raises what it raises, and ValueError for what is no token."""
+        """Have the host's drafter set `request.drafts`. Raises what it raises, or ValueError for what are no tokens."""
         request.drafts = ()
         wanted = self.num_wanted(request, sequences)
         if not wanted or self.drafter is None:
@@ -139,6 +139,8 @@ class Speculation:
         else:
             assert not isinstance(self.drafter, type)
             drafts = self.drafter(tuple(request.tokens), wanted)
+            if not isinstance(drafts, Sequence):  # an iterator would be spent by the check below
+                raise ValueError(f"a drafter must return a sequence of token ids, such as a list, got {drafts!r:.200}")
             for token in drafts:
                 if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
                     raise ValueError(f"drafts must be token ids from 0 to {vocab_size - 1}, got {token!r:.200}")
