@@ -445,7 +445,7 @@ def test_a_host_table_is_never_built_on_the_device():
 def test_placement_names():
     assert Placement.parse("cached:2GiB:host") == Placement("host", 2 << 30)
     assert [str(Placement.parse(text)) for text in ("disk", "cached:9:shared")] == ["disk", "cached:9:shared"]
-    for wrong in ("gpu", "cached:host", "cached:1GB:host", "cached:1GiB:cached:1GiB:host", ""):
+    for wrong in ("gpu", "cached:host", "cached:1GB:host", "cached:1GiB:cached:1GiB:host", "", 5, None):
         with pytest.raises(ValueError, match="ngram_placement is"):
             Placement.parse(wrong)
     with pytest.raises(ValueError, match="a cache of 0 rows"):

@@ -25,9 +25,9 @@ class Placement:
     cache_bytes: int = 0
 
     @staticmethod
-    def parse(text: str) -> "Placement":
+    def parse(text: object) -> "Placement":
         """Of "device", "host", "shared", "disk", or "cached:SIZE:KIND" as in cached:2GiB:host. Raises ValueError."""
-        match = re.fullmatch(r"(?:cached:(\d+)(KiB|MiB|GiB|):)?(\w+)", text)
+        match = re.fullmatch(r"(?:cached:(\d+)(KiB|MiB|GiB|):)?(\w+)", text) if isinstance(text, str) else None
         if match is None or match[3] not in KINDS:
             raise ValueError(
                 f"ngram_placement is {text!r}; expected {', '.join(KINDS)}, or cached:SIZE:KIND as cached:2GiB:host"
