@@ -28,10 +28,13 @@ def test_what_cannot_be_measured_is_refused() -> None:
     for options, reason in (
         ({"batch": 0}, "a step needs a batch or a chunk"),
         ({"verify": 2, "acceptance": 4.0}, "from 1 to 1 \\+ verify = 3, got 4"),
+        ({"timeline": Path("step.svg")}, "a timeline is of a captured step"),
+        ({"device": "tin", "batch": 0}, "device must be auto.* got 'tin'\na step needs a batch"),
+        ({"device": "cuda:99"}, "device 'cuda:99' asked for, this machine has"),
     ):
-        given = {"model": "", "batch": 1, "verify": 0, "acceptance": 1.0, "chunk": 0} | options
+        given = {"model": "", "batch": 1, "verify": 0, "acceptance": 1.0, "chunk": 0, "device": "cpu"} | options
         with pytest.raises(ValueError, match=reason):
-            step(**given, device="cpu")
+            step(**given)
 
 
 def test_the_picture_has_a_box_a_launch() -> None:

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from deltagram.engine.settings import find_device
 from deltagram.layers.basic import Factory
 from deltagram.llm import shipped_model
 from deltagram.models.base import Model
@@ -50,20 +51,26 @@ def step(
     placement: Annotated[str, typer.Option(help="Where n-gram tables live: docs/ngram-memory.md.")] = "device",
     run_ahead: Annotated[bool, typer.Option(help="Begin memory chains with the step.")] = True,
     eager: Annotated[bool, typer.Option(help="Run steps without capturing them.")] = False,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cuda",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     steps: Annotated[int, typer.Option(min=4, help="Steps that are timed.")] = 50,
     output: Annotated[Path | None, typer.Option("--json", help="File for the figures.")] = None,
     timeline: Annotated[Path | None, typer.Option(help="File (.svg) for a picture of one step's streams.")] = None,
 ) -> None:
     """Time a step of any mix on one GPU (or, slowly, a CPU)."""
+    problems: list[str] = []
+    where = find_device(device, problems)
     if not 1 <= acceptance <= 1 + verify:
-        raise ValueError(f"acceptance must be from 1 to 1 + verify = {1 + verify}, got {acceptance:g}")
+        problems.append(f"acceptance must be from 1 to 1 + verify = {1 + verify}, got {acceptance:g}")
     mix = Mix(0 if verify else batch, batch if verify else 0, verify, (chunk,) if chunk else ())
     if not mix.num_tokens:
-        raise ValueError("a step needs a batch or a chunk, got neither")
-    where = torch.device(device)
+        problems.append("a step needs a batch or a chunk, got neither")
+    eager = eager or where.type == "cpu"
+    if timeline is not None and eager:
+        problems.append("a timeline is of a captured step on a GPU; got an eager one")
+    if problems:
+        raise ValueError("\n".join(problems))
     made = build(model, where, context + chunk + 8192, placement)
-    harness = StepHarness(made, where, mix.num_sequences, context, mix.num_tokens, verify, eager or device == "cpu")
+    harness = StepHarness(made, where, mix.num_sequences, context, mix.num_tokens, verify, eager)
     if made.run_ahead is not None:
         made.run_ahead.go_ahead(run_ahead)
     figures: dict[str, Any] = {"model": model or "shipped", "step": str(mix), **asdict(mix), "context": context}
@@ -102,8 +109,7 @@ def build(name: str, device: torch.device, max_context: int, placement: str) -> 
 
 def launches_of(harness: StepHarness, mix: Mix) -> list[Launch]:
     """What one captured step puts on the device, by stream: the main one is lane 0. Needs a captured step."""
-    if harness.runner.graphs is None:
-        raise ValueError("a timeline is of a captured step on a GPU; got an eager one")
+    assert harness.runner.graphs is not None
     requests = harness.begin(mix)
     harness.runner.retire(harness.runner.launch(harness.plan(mix, requests)))
     graph = harness.runner.graphs.graphs[harness.bucket(mix)]

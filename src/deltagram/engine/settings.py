@@ -123,7 +123,7 @@ def resolve(settings: Settings, config: ModelConfig) -> Resolved:
             problems.append(f"{name} must be a positive integer, got {value!r}")
         return fine
 
-    device = _device(settings.device, problems)
+    device = find_device(settings.device, problems)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     if settings.dtype != "auto":
         if isinstance(settings.dtype, str) and settings.dtype in _DTYPES:
@@ -205,7 +205,8 @@ def resolve(settings: Settings, config: ModelConfig) -> Resolved:
     )
 
 
-def _device(name: str, problems: list[str]) -> torch.device:
+def find_device(name: str, problems: list[str]) -> torch.device:
+    """The device of a name, or of "auto". What this machine lacks is added to `problems`, and the CPU is returned."""
     cpu = torch.device("cpu")
     if name == "auto":
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else cpu
