@@ -64,6 +64,14 @@ def start_paced(start):
     return lambda *arguments, **rest: start(*arguments, command=with_worker("paced_worker.py"), **rest)
 
 
+@pytest.fixture
+def start_limited(start):
+    """Like `start_paced`, from a shell that allows so many open files."""
+    shell = "sh", "-c", 'ulimit -Sn "$0"; exec "$@"'
+    paced = with_worker("paced_worker.py")
+    return lambda files, *arguments: start(*arguments, command=(*shell, str(files), *paced))
+
+
 @pytest.fixture(scope="session")
 def run_shipped(tmp_path_factory):
     """Starts servers of the shipped model."""

@@ -154,6 +154,17 @@ def test_tokenize_and_detokenize(server):
         assert ask(server.client, "/detokenize", {"tokens": tokens["tokens"]}) == {"prompt": text}
 
 
+def test_texts_that_no_context_holds_are_not_tokenized(server):
+    for path, body in [
+        ("/v1/completions", {"prompt": "a" * 900_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 900_000}]}),
+        ("/tokenize", {"prompt": "a" * 900_000}),
+    ]:
+        answer = server.client.post(path, json=body)
+        assert answer.status_code == 400 and re.search(r"9\d{5} characters", answer.json()["error"]["message"])
+    assert ask(server.client, "/tokenize", {"prompt": "a" * 600})["count"] == 600
+
+
 def test_operators_routes(server):
     assert server.client.get("/live").json() == server.client.get("/health").json() == {"status": "ok"}
     before = server.gauges()

@@ -141,6 +141,14 @@ def test_open_requests(start_paced):
     server.wait_until(lambda: server.client.get("/health").status_code == 200, 2)
 
 
+def test_more_connections_than_files_that_a_shell_allows(start_limited):
+    server = start_limited(64, "--limit", "max_connections=100")
+    idle = [raw(server, "GET /health HTTP/1.1") for _ in range(150)]
+    assert server.client.get("/health").status_code == 200
+    for connection in idle:
+        connection.close()
+
+
 def test_compile_time(start_paced):
     server = start_paced("--limit", "max_compile_seconds=0.02")
     schema = {"type": "object", "properties": {f"k{i}": {"type": ["string", "null"]} for i in range(1500)}}

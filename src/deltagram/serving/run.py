@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from deltagram.serving.metrics import Metrics
 from deltagram.serving.server import Server
 
 log = logging.getLogger("deltagram")
+OTHER_FILES = 256  # those that are no connections
 LAST_WORDS_SECONDS = 2.0  # for error events to be written once the grace time is over
 
 
@@ -42,6 +44,7 @@ async def serve(
 
     `ready` gets the server's address. Raises ValueError or OSError for what the user can put right.
     """
+    _allow_files(2 * limits.max_connections + OTHER_FILES)
     with _listen(host, port, limits.max_send_seconds) as listener:
         metrics = Metrics()
         engine = await EngineProcess.start(options, limits, metrics, command)
@@ -112,6 +115,15 @@ def _listen(host: str, port: int, max_send_seconds: float) -> socket.socket:
         listener.close()
         raise OSError(f"cannot listen on {host} port {port}: {error.strerror}") from None
     return listener
+
+
+def _allow_files(count: int) -> None:
+    """Have the system allow as many open files, or what it allows at most: a connection is one, and whose connection
+    cannot be taken would hear nothing at all."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _url(listener: socket.socket) -> str:

@@ -49,6 +49,8 @@ class Server:
         facts = engine.facts
         self.tokenizer = Tokenizer.load(facts["folder"], model_vocab_size=facts["vocab_size"])
         ends = tuple(facts["end_token_ids"])
+        longest = max(map(len, self.tokenizer.backend.get_vocab()))
+        self.max_characters = facts["max_length"] * longest  # of a text whose tokens are worth counting
         self.grammars = Grammars(self.tokenizer, facts["vocab_size"], ends) if ends else None
         self.compiler = ThreadPoolExecutor(1, "compile")
         self.draining = False
@@ -191,6 +193,12 @@ class Server:
             raise HTTPException(404, f"there is no model {asked[:200]!r} here, only {self.name!r}")
 
     async def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if len(text) > self.max_characters:
+            length = self.engine.facts["max_length"]
+            raise ValueError(
+                f"the text has {len(text)} characters; with a context of {length} tokens it may have at most "
+                f"{self.max_characters}"
+            )
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
     async def _encode_chat(self, given: Sequence[protocol.ChatMessage], variables: dict[str, Any]) -> list[int]:

@@ -46,6 +46,7 @@ def test_client(shipped, client):
         assert "ok" in run(python, str(HERE / f"{client}_client.py"), shipped.url, MODEL)
 
 
+@pytest.mark.timeout(660)
 def test_schemathesis_finds_no_server_error(shipped):
     python = having("schemathesis")[0]
     program = str(Path(python).with_name("schemathesis"))
