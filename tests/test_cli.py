@@ -317,3 +317,25 @@ def test_doctor(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["deltagram.llm"], "shipped_model", lambda: broken)
     result = run("doctor")
     assert result.exit_code == 1 and "does not run: ValueError" in result.stdout
+
+
+def test_ranks_that_are_refused_leave_their_group(monkeypatch):
+    """A thread of a group that is still joined can abort the process as it exits, whose code is then not 2."""
+
+    def refuse(*arguments, **options):
+        raise ValueError("no such thing")
+
+    left = []
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr("deltagram.cli._group", lambda device: SimpleNamespace(close=lambda: left.append(True)))
+    monkeypatch.setattr(deltagram, "LLM", refuse, raising=False)
+    result = run("generate", "x", "--ranks", 2)
+    assert result.exit_code == 2 and "no such thing" in result.stderr and left == [True]
+
+
+def test_a_file_that_cannot_be_written_is_a_line_and_no_traceback(tmp_path):
+    options = ["bench", "step", "--device", "cpu", "--steps", "4", "--json", str(tmp_path / "none" / "step.json")]
+    command = [sys.executable, "-c", "from deltagram.cli import main; main()", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 2 and "No such file" in done.stderr and "Traceback" not in done.stderr
+    assert json.loads(done.stdout)["step"] == "1 decode"

@@ -279,7 +279,7 @@ def main() -> None:
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack characters that a model has
     try:
         app()
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         _say(str(error), "red")
         sys.exit(REFUSED)
 
@@ -353,15 +353,20 @@ def _load(model: str | None, *, device: str, dtype: str, settings: list[str] | N
                 stack.enter_context(sizes)
             sizes.update(steps, completed=done, total=total)
 
-        llm = LLM(
-            model,
-            device=device,
-            dtype=dtype,
-            progress=lambda count: progress.advance(bar, count),
-            capturing=capturing,
-            group=group,
-            **chosen,
-        )
+        try:
+            llm = LLM(
+                model,
+                device=device,
+                dtype=dtype,
+                progress=lambda count: progress.advance(bar, count),
+                capturing=capturing,
+                group=group,
+                **chosen,
+            )
+        except (ValueError, OSError):
+            if group is not None:
+                group.close()  # or one of its threads may abort the process while it exits
+            raise
     if group is None:
         _say_notes(llm)
         yield llm
