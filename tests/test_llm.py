@@ -149,6 +149,10 @@ def test_parameters_that_do_not_fit_the_model_or_the_call_are_refused(llm: LLM) 
             ["device must be a CPU or a CUDA device", "dtype must be auto, float32 or bf"],
         ),
         ({"dtype": ["float32"]}, ["dtype must be auto, float32 or bfloat16, got ['float32']"]),
+        (
+            {"ngram_placement": 5, "ngram_split": [], "ngram_exchange": {}},
+            ["ngram_placement is 5; expected", "ngram_split is []; expected", "ngram_exchange is {}; expected"],
+        ),
         ({"cache_bytes": 10}, ["cache_bytes must hold a page of 64 tokens, "]),
     ],
 )

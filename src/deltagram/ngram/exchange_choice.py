@@ -91,9 +91,9 @@ KINDS: dict[str, Kind] = {  # the first that is possible is "auto"
 AUTO = "auto"
 
 
-def check_name(name: str) -> None:
+def check_name(name: object) -> None:
     """Raises ValueError for a name that is no exchange's."""
-    if name != AUTO and name not in KINDS:
+    if name not in (AUTO, *KINDS):
         raise ValueError(f"ngram_exchange is {name!r}; expected {AUTO}, {', '.join(KINDS)}")
 
 
