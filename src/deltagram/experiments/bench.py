@@ -19,7 +19,7 @@ from deltagram.experiments.measure import save_load
 from deltagram.experiments.read_plan import read_manifest
 from deltagram.experiments.records import finite, write_bytes
 
-bench = typer.Typer(no_args_is_help=True, help="Load a server and time what it does; `bench step` times one step of a model.")
+bench = typer.Typer(no_args_is_help=True, help="Load a server and time it; `bench step`: time one step of a model.")
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130  # exit statuses, as everywhere in `deltagram`
 
