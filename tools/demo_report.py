@@ -73,7 +73,7 @@ def training_curve(lines: list[dict[str, Any]]) -> str:
     best = min(lines, key=lambda line: line["nats_per_token"])
     x, y = place(best["step"], best["nats_per_token"]).split(",")
     parts.append(f'<circle cx="{x}" cy="{y}" r="5" fill="#b3261e"/>')
-    parts.append(f'<text x="{x}" y="{float(y) - 12:.1f}" text-anchor="middle">shipped: step {best["step"]}</text>')
+    parts.append(f'<text x="{x}" y="{float(y) - 12:.1f}" text-anchor="end">shipped: step {best["step"]}</text>')
     parts.append(f'<text x="{width / 2}" y="{height - 8}" text-anchor="middle">steps; loss in nats per token</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
