@@ -21,7 +21,7 @@ class UnitLowerInverse(torch.autograd.Function):
     """(I + A)^-1 for strictly lower triangular A [..., n, n], n a power of two.
 
     By halves: the inverse of [[P, 0], [A, Q]] is [[P', 0], [-Q' A P', Q']], so that blocks of 2 m rows follow from
-    those of m. Batched products alone, which are known to be captured in a graph. On an H200, 4096 systems of 64 rows take
+    those of m. Batched products alone, which a graph can capture. On an H200, 4096 systems of 64 rows take
     1.9 ms so and 1.0 ms by torch.linalg.solve_triangular, of which nobody has tried whether it can be captured.
     """
 
