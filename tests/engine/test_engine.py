@@ -12,6 +12,7 @@ from deltagram import LLM, SamplingParams
 from deltagram.attention.indexer import Indexer
 from deltagram.engine.engine import MAX_RECORDS, Delta, Engine, Stats, pages_that_fit
 from deltagram.engine.request import FinishReason, Request, Status
+from deltagram.engine.runner import Runner
 from deltagram.engine.tokenizer import Tokenizer
 from deltagram.gdn.layer import GatedDeltaNet
 from deltagram.layers.mlp import MoE
@@ -30,7 +31,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 
 def make(llm: LLM, tokenizer: Tokenizer | None = None, **changes: Any) -> Engine:
-    options = {name: changes.pop(name) for name in ("num_pages", "buckets") if name in changes}
+    options = {name: changes.pop(name) for name in ("num_pages", "buckets", "ahead") if name in changes}
     settings = dataclasses.replace(llm.settings, **changes)
     return Engine(llm.engine.model, settings, tokenizer or llm.tokenizer, **options)
 
@@ -154,6 +155,34 @@ def test_an_abort_ends_a_request_wherever_it_is(engine: Engine) -> None:
         engine.abort(request)
         assert (request.status, request.finish_reason) == (Status.FINISHED, FinishReason.ABORT)
     assert not engine.has_work and engine.step() == []
+
+
+@pytest.mark.parametrize("stage", ["launch", "retire"])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_interrupt_computes_anew_what_runs(
+    llm: LLM, alone: dict[Any, list[int]], monkeypatch: pytest.MonkeyPatch, ahead: bool, stage: str
+) -> None:
+    """Also of the step that runs while the next one is launched, whose token is on its way."""
+    engine, whole, calls = make(llm, ahead=ahead), getattr(Runner, stage), 0
+
+    def interrupted(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls in (2, 6):
+            raise KeyboardInterrupt
+        return whole(*arguments)
+
+    monkeypatch.setattr(Runner, stage, interrupted)
+    requests = [engine.add_request(prompt, GREEDY, 0) for prompt in (LONG, SHORT)]
+    interrupts = 0
+    while engine.has_work:
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            interrupts += 1
+            assert not engine.scheduler.running and not any(request.in_flight for request in requests)
+    assert interrupts == 2 and [tokens_of(request) for request in requests] == [alone[LONG], alone[SHORT]]
+    engine.scheduler.check_empty()
 
 
 # Preemption, padding, poison

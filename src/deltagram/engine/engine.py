@@ -230,8 +230,6 @@ class Engine:
                 self._retire(deltas)
         except torch.AcceleratorError as error:
             raise DeviceFault(f"the device failed: {error}") from error
-        except DeviceFault:
-            raise
         except BaseException:
             self._break_off()
             raise
@@ -274,8 +272,7 @@ class Engine:
             self.scheduler.retire(scheduled)
             deltas += self._fail(scheduled, error)
         except BaseException:
-            self.scheduler.retire(scheduled)
-            self.scheduler.undo(scheduled)
+            self._break_off(scheduled)
             raise
         return True
 
@@ -312,11 +309,11 @@ class Engine:
                 self.scheduler.retire(launched.scheduled)
             deltas += self._fail(launched.scheduled, error)
 
-    def _break_off(self) -> None:
-        """Drop what runs: its requests are computed anew."""
+    def _break_off(self, *begun: Scheduled) -> None:
+        """Drop what runs, and what has been scheduled and was not launched: its requests are computed anew."""
         if self.runner.stream is not None:
             self.runner.stream.synchronize()
-        dropped = [launched.scheduled for launched, _ in self._in_flight]
+        dropped = [launched.scheduled for launched, _ in self._in_flight] + list(begun)
         self._in_flight.clear()
         for scheduled in dropped:
             self.scheduler.retire(scheduled)
