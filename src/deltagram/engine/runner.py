@@ -98,6 +98,7 @@ class Runner:
             model.run_ahead.go_ahead(settings.run_ahead)
             model.run_ahead.times = self.buffers.times
         self.graphs: StepGraphs | None = None
+        self._copied: torch.cuda.Event | None = None  # when what a row's owner staged has been copied
         self.stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
             self.stream = torch.cuda.Stream(self.device, priority=-1)
@@ -106,6 +107,7 @@ class Runner:
             edits = MAX_LOGIT_BIAS_ENTRIES + MAX_STOP_TOKEN_IDS + len(end_token_ids)
             self.requests = RequestTable(num_slots + 1, vocab, edits, self.device)
             self.work = Scratch.of(largest.num_samples, vocab, MAX_LOGPROBS, self.device)
+            self.buffers.will_bring(self.work.logprobs, self.work.top_tokens, self.work.top_logprobs)
 
     @torch.inference_mode()
     def capture(self, buckets: Sequence[Bucket], progress: Callable[[int, int], None]) -> None:
@@ -202,6 +204,10 @@ class Runner:
 
     def _launch(self, scheduled: Scheduled) -> Launched:
         plan, num_eager = scheduled.plan, 0
+        if (
+            self._copied is not None
+        ):  # long ago: the copies are the first work of their step, and the one before is over
+            self._copied.synchronize()
         for request in scheduled.admitted:
             self._admit(request)
         for request, checkpoint in scheduled.restored:
@@ -213,6 +219,7 @@ class Runner:
             self._save(scheduled)
             return Launched(scheduled, self.buffers.report(), reported, None, 0)
         self._allow(scheduled)
+        self._copied = self.stream.record_event()
         if self.model.run_ahead is not None:
             self.model.run_ahead.wake()
         if any(request.wants_prompt_logits for request in scheduled.requests):
@@ -225,8 +232,7 @@ class Runner:
         self._save(scheduled)
         reported = None
         if any(request.params.logprobs is not None for request in scheduled.requests):
-            parts = self.work.logprobs, self.work.top_tokens, self.work.top_logprobs
-            reported = Reported(*self.buffers.bring(*parts))
+            reported = Reported(*self.buffers.bring())
         report = self.buffers.report()
         return Launched(scheduled, report, reported, self.stream.record_event(), num_eager)
 

@@ -36,6 +36,7 @@ class StepBuffers:
         wide = self._report[: self._wide].view(torch.int64)
         self.steps, self.times = wide[:1], wide[1:].view(max_chains, 2)
         self.tokens = self._report[self._wide :].view(max_sequences, width)
+        self._parts: tuple[Tensor, ...] = ()
         self._brought: list[tuple[Tensor, ...]] = []
         self.filled = 0
 
@@ -50,15 +51,18 @@ class StepBuffers:
         """Count on from here: a step that was filled has not been run to its end, or graphs have been captured."""
         self.steps.fill_(self.filled)
 
-    def bring(self, *parts: Tensor) -> tuple[Tensor, ...]:
-        """Copies of tensors of the step that was filled last, for whoever waits for them. The same parts every time."""
-        if not self._brought:
-            self._brought = [
-                tuple(torch.zeros(part.shape, dtype=part.dtype, pin_memory=part.is_cuda) for part in parts)
-                for _ in range(IN_FLIGHT)
-            ]
+    def will_bring(self, *parts: Tensor) -> None:
+        """Make room on the host for what `bring` copies."""
+        self._parts = parts
+        self._brought = [
+            tuple(torch.zeros(part.shape, dtype=part.dtype, pin_memory=part.is_cuda) for part in parts)
+            for _ in range(IN_FLIGHT)
+        ]
+
+    def bring(self) -> tuple[Tensor, ...]:
+        """Copies of the parts, as the step that was filled last leaves them, for whoever waits for them."""
         host = self._brought[(self.filled - 1) % IN_FLIGHT]
-        for mine, part in zip(host, parts, strict=True):
+        for mine, part in zip(host, self._parts, strict=True):
             mine.copy_(part, non_blocking=True)
         return host
 
