@@ -48,7 +48,8 @@ class Ranks:
         model, found = self.model, {}
         assert model.run_ahead is not None
         layers, projections = list(model.engrams), [each.projection for each in model.engrams.values()]
-        model.run_ahead = RunAhead(layers, model.specs, stores, projections, self.device, ahead)
+        model.run_ahead = RunAhead(layers, model.specs, stores, projections, self.device)
+        model.run_ahead.go_ahead(ahead)
         model.run_ahead.exchange = exchange
         for batch, (table, history) in self.calls.items():
             model.run_ahead.slot = batch

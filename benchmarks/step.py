@@ -121,9 +121,7 @@ def memory(placements: list[str]) -> dict[str, Any]:
         projections = sum(engram.projection.wkv.weight.nbytes for engram in model.engrams.values())
         for name in ("given", "ahead", "inline"):
             model.run_ahead = Given(model) if name == "given" else chains  # type: ignore[assignment]
-            chains.go_ahead(name == "ahead")
-            harness = StepHarness(model, CUDA, 96, CONTEXT, 160)
-            chains.go_ahead(name == "ahead")
+            harness = StepHarness(model, CUDA, 96, CONTEXT, 160, run_ahead=name == "ahead")
             harness.capture(sorted({harness.bucket(mix) for mix in mixes}, key=lambda bucket: -bucket.tokens))
             for mix in mixes:
                 results.setdefault(f"{placement}, {mix}", {})[name] = harness.device_us(mix, steps=20)

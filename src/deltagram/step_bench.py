@@ -70,9 +70,7 @@ def step(
     if problems:
         raise ValueError("\n".join(problems))
     made = build(model, where, context + chunk + 8192, placement)
-    harness = StepHarness(made, where, mix.num_sequences, context, mix.num_tokens, verify, eager)
-    if made.run_ahead is not None:
-        made.run_ahead.go_ahead(run_ahead)
+    harness = StepHarness(made, where, mix.num_sequences, context, mix.num_tokens, verify, eager, run_ahead)
     figures: dict[str, Any] = {"model": model or "shipped", "step": str(mix), **asdict(mix), "context": context}
     figures |= {"placement": placement, "run_ahead": run_ahead, "bucket": str(harness.bucket(mix))}
     if harness.runner.stream is not None and not eager:

@@ -34,26 +34,26 @@ SMALL = {
 PROMPT = [(7 * i * i + 3 * i) % 499 for i in range(150)]
 
 
-def model(device: torch.device, placement: str = "device", ahead: bool = True) -> EngramModel:
+def model(device: torch.device, placement: str = "device") -> EngramModel:
     config = qwen3_5_config("0.8B")
     small: Qwen35Config = dataclasses.replace(config, layer_types=config.layer_types[:4], **SMALL)  # type: ignore[arg-type]
     form = RowFormat(torch.float8_e4m3fn, 32, group=16)
     specs = memory_specs(small.vocab_size, [1, 3], base=61)
     make = Factory(device, torch.float32)
-    made = EngramModel(small, 256, make, [1, 3], specs, form, placement=Placement.parse(placement), ahead=ahead)
+    made = EngramModel(small, 256, make, [1, 3], specs, form, placement=Placement.parse(placement))
     made.fill()
     make.pack()
     return made
 
 
-def generate(made: EngramModel, device: torch.device, max_num_tokens: int, eager: bool = False) -> list[int]:
+def generate(made: EngramModel, device: torch.device, max_num_tokens: int, **more: bool) -> list[int]:
     settings = Settings(
         device=device.type,
         dtype="float32",
         max_context=256,
         max_num_sequences=2,
         max_num_tokens=max_num_tokens,
-        eager=eager,
+        **more,
     )
     engine = Engine(made, resolve(settings, made.config))
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -78,7 +78,7 @@ def test_tokens_follow_from_the_rows_and_not_from_the_chunks(device: torch.devic
 def test_ahead_is_inline_and_captured_is_eager(placement: str) -> None:
     cuda = torch.device("cuda")
     every = {
-        tuple(generate(model(cuda, placement, ahead), cuda, 70, eager))
+        tuple(generate(model(cuda, placement), cuda, 70, run_ahead=ahead, eager=eager))
         for ahead in (True, False)
         for eager in (True, False)
     }

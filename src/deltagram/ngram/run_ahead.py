@@ -28,7 +28,7 @@ KeyValue = tuple[Tensor, Tensor]
 class RunAhead:
     """The chains of a model's memory layers; `layers` names them in the order of `specs`, `stores` and `projections`.
 
-    `ahead` False runs each chain where its layer asks for it, with the same kernels. On a CPU there is no second
+    `go_ahead(False)` has each chain run where its layer asks for it, with the same kernels. On a CPU there is no second
     stream, and the same is done.
 
     times: int64 [chains, 2] on the device, when each chain of the last step was done and when its layer asked for it,
@@ -42,14 +42,13 @@ class RunAhead:
         stores: list[RowStore],
         projections: list[MemoryProjection],
         device: torch.device,
-        ahead: bool = True,
     ) -> None:
         assert len(layers) == len(specs) == len(stores) == len(projections)
         self.order = {layer: i for i, layer in enumerate(layers)}
         self.stores, self.projections, self.device = stores, projections, device
         self.constants = HashConstants.of(specs, device)
         self.stream: torch.cuda.Stream | None = None
-        self.go_ahead(ahead)
+        self.go_ahead(True)
         self.exchange: Exchange | None = None  # where ranks hold the tables together
         self.slot = 0  # tokens, which all ranks agreed on for the next step; 0: as many as their common bucket has
         self.times = torch.zeros(len(stores), 2, dtype=torch.int64, device=device)

@@ -60,7 +60,6 @@ class EngramModel(Qwen35):
         form: RowFormat = ROWS,
         num_streams: int = 4,
         placement: Placement = IN_DEVICE,
-        ahead: bool = True,
     ) -> None:
         super().__init__(config, max_context, make)
         self.specs, self.num_streams = list(specs), num_streams
@@ -72,7 +71,7 @@ class EngramModel(Qwen35):
         ]
         self.engrams = dict(zip(before, made, strict=True))
         projections: list[Any] = [engram.projection for engram in made]  # used as a MemoryProjection is
-        self.run_ahead = RunAhead(list(before), self.specs, self.stores, projections, make.device, ahead)
+        self.run_ahead = RunAhead(list(before), self.specs, self.stores, projections, make.device)
 
     def forward(self, table: SequenceTable, history: TokenHistory, rows: Tensor | None = None) -> Tensor:
         assert self.run_ahead is not None
@@ -119,12 +118,11 @@ def engram_4b(
     max_context: int,
     device: torch.device,
     placement: Placement = IN_DEVICE,
-    ahead: bool = True,
 ) -> EngramModel:
     """The 4B shape in bf16 with memory before layers 2 and 15: tables of 24.1 GiB in all, random."""
     config = qwen3_5_config("4B")
     specs = memory_specs(config.vocab_size, [1, 14])
     make = Factory(device, torch.bfloat16)
-    model = EngramModel(config, max_context, make, [2, 15], specs, placement=placement, ahead=ahead)
+    model = EngramModel(config, max_context, make, [2, 15], specs, placement=placement)
     model.fill()
     return model

@@ -61,6 +61,7 @@ class StepHarness:
         max_num_tokens: int,
         max_draft: int = 0,
         eager: bool = False,
+        run_ahead: bool = True,
         more: int = 1024,
     ) -> None:
         self.model, self.context, self.sequences = model, context, sequences
@@ -69,6 +70,7 @@ class StepHarness:
         settings = Settings(
             device=str(device), dtype="bfloat16" if device.type == "cuda" else "float32", max_context=limit,
             max_num_sequences=sequences, max_num_tokens=max(max_num_tokens, 63 + sequences), eager=eager,
+            run_ahead=run_ahead,
         )  # fmt: skip
         self.settings: Resolved = resolve(settings, model.config)
         self.ladder = Ladder.of(self.settings.max_num_tokens, sequences, max_draft)
