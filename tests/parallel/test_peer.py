@@ -83,6 +83,15 @@ def test_a_rank_that_stops_within_a_peer_exchange_is_named_by_every_other():
 
 
 @pytest.mark.gpu
+def test_the_watchdog_speaks_while_a_copy_waits_for_the_device():
+    """A call into the driver from its thread would wait for the copy, and hold the interpreter's lock."""
+    command = [sys.executable, "-c", START, "1", str(HERE / "waiting_rank.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == EXIT_CODE, (done.stdout, done.stderr[-3000:])
+    assert float(re.search(r"after (\S+) s: a step took too long", done.stdout)[1]) < 3, done.stdout
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("exchange", ["peer", "collective"])
 def test_a_rank_that_stops_on_a_card_of_its_own_is_named_by_every_other(exchange):
     if torch.cuda.device_count() < 2:

@@ -157,6 +157,8 @@ class Communicator:
         self.rank, self.size = group.rank, group.size
         self.process_group = process_group
         self._stream: torch.cuda.Stream | None = None
+        self._ended: tuple[Tensor, Tensor] | None = None  # int64 [1] on the device and on the host: entries that ended
+        self._entries = 0
         if on_device:
             group.watchdog.abort_with(process_group.abort)
 
@@ -188,9 +190,19 @@ class Communicator:
         with self.group.watchdog.collective(self.index, f"{self.name} {kind}") as record:
             yield
         if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-            event = torch.cuda.Event()
-            event.record(stream)
-            self.group.watchdog.ends_when(event.query, record)
+            self._note_end(device, record)
+
+    def _note_end(self, device: torch.device, record: tuple[int, int, int]) -> None:
+        """Have the device count this entry, when its stream comes here, where the watchdog reads it without the driver:
+        an event's query can wait, with the interpreter's lock, for a copy that waits for a stopped rank."""
+        if self._ended is None:
+            zero = torch.zeros(1, dtype=torch.int64)
+            self._ended = zero.to(device), zero.pin_memory()
+        self._entries += 1
+        entries, (counted, seen) = self._entries, self._ended
+        seen.copy_(counted.add_(1), non_blocking=True)
+        number = seen.numpy()
+        self.group.watchdog.ends_when(lambda: bool(number[0] >= entries), record)
 
     def _run(self, kind: str, collective: Callable[..., Any], out: Tensor, part: Tensor) -> None:
         with self.entered(kind, part.device):

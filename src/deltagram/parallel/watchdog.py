@@ -154,12 +154,12 @@ class Watchdog:
         fields["left"][at] = time.monotonic()
 
     def ends_when(self, ended: Callable[[], bool], at: tuple[int, int, int]) -> None:
-        """The collective whose record is at `at` has only been enqueued, and ends when `ended()`."""
+        """The collective whose record is at `at` has only been enqueued, and ends when `ended()`, which must not wait."""
         self.fields["left"][at] = 0.0
         self._pending.append((ended, at))
 
     def abort_with(self, abort: Callable[[], object]) -> None:
-        """Call `abort` when ranks hang, to free what waits for them."""
+        """Call `abort` when ranks hang, to free what waits for them; on a thread of its own, as it may wait itself."""
         self._aborts.append(abort)
 
     def fail(self, error: Exception, rank: int | None = None) -> None:
@@ -235,7 +235,7 @@ class Watchdog:
         os.write(2, ("\n".join(lines) + "\n").encode())
         faulthandler.dump_traceback(2, all_threads=True)
         for abort in self._aborts:
-            abort()
+            threading.Thread(target=abort, name="abort", daemon=True).start()
         self.on_hang(self.report)
         time.sleep(GRACE)
         os._exit(EXIT_CODE)
