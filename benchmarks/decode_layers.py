@@ -98,11 +98,11 @@ class Step:
         entries = tuple(Entry(i, 0, i, kind, tokens // count, begun) for i in range(count))
         plan = StepPlan(0, Bucket(tokens, count, kind is Kind.PREFILL), entries)
         packed = torch.from_numpy(pack(plan, self.page, self.requests, self.requests)).to(DEVICE)
-        pages = torch.arange((self.requests + 1) * (4096 // self.page), device=DEVICE, dtype=torch.int32)
-        pages = pages.view(self.requests + 1, -1) % (2 * self.requests)
-        if kind is Kind.PREFILL:
-            pages = torch.arange(4096 // self.page, device=DEVICE, dtype=torch.int32).expand(self.requests + 1, -1)
-        return prepare(packed, plan.bucket, history, pages.contiguous(), self.page), history
+        pages = torch.arange(4096 // self.page, device=DEVICE, dtype=torch.int32).repeat(self.requests + 1, 1)
+        if kind is Kind.DECODE:  # each its own: their contexts fill less than two
+            own = torch.arange(2 * self.requests, device=DEVICE, dtype=torch.int32)
+            pages[: self.requests, :2] = own.view(-1, 2)
+        return prepare(packed, plan.bucket, history, pages, self.page), history
 
     def call(self, kind: Kind, tokens: int) -> Callable[[], Tensor]:
         table, history = self.table(kind, tokens)
