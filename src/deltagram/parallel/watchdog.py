@@ -154,7 +154,7 @@ class Watchdog:
         fields["left"][at] = time.monotonic()
 
     def ends_when(self, ended: Callable[[], bool], at: tuple[int, int, int]) -> None:
-        """The collective whose record is at `at` has only been enqueued, and ends when `ended()`, which must not wait."""
+        """The collective whose record is at `at` has only been enqueued; it ends when `ended()`, which must not wait."""
         self.fields["left"][at] = 0.0
         self._pending.append((ended, at))
 
