@@ -16,7 +16,7 @@ PLAN = StepPlan(3, Bucket(80, 2, mixed=True), (DECODE, PREFILL), (PageGrant(row=
 
 
 def test_a_sequence_samples_unless_its_prefill_goes_on() -> None:
-    assert DECODE.samples and not PREFILL.samples and replace(PREFILL, is_last_chunk=True).samples
+    assert DECODE.samples and not PREFILL.samples and PREFILL._replace(is_last_chunk=True).samples
     assert (PLAN.num_tokens, PLAN.name) == (65, "mixed")
     assert replace(PLAN, entries=(DECODE,)).name == "decode" and replace(PLAN, entries=(PREFILL,)).name == "prefill"
 
@@ -25,13 +25,13 @@ def test_a_sequence_samples_unless_its_prefill_goes_on() -> None:
     ("changes", "reason"),
     [
         ({"entries": (PREFILL, DECODE)}, "ordered"),
-        ({"entries": (DECODE, replace(PREFILL, row=0))}, "one entry"),
-        ({"entries": (replace(DECODE, kind=Kind.PAD),)}, "padding is the bucket's"),
+        ({"entries": (DECODE, PREFILL._replace(row=0))}, "one entry"),
+        ({"entries": (DECODE._replace(kind=Kind.PAD),)}, "padding is the bucket's"),
         ({"bucket": Bucket(80, 2, mixed=False)}, "runs no prefill"),
         ({"bucket": Bucket(64, 2, mixed=True)}, None),
         ({"bucket": Bucket(80, 1, mixed=True)}, None),
-        ({"entries": (replace(DECODE, num_new=0),)}, None),
-        ({"entries": (replace(DECODE, start=-1),)}, None),
+        ({"entries": (DECODE._replace(num_new=0),)}, None),
+        ({"entries": (DECODE._replace(start=-1),)}, None),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(changes: dict, reason: str | None) -> None:  # type: ignore[type-arg]
@@ -40,17 +40,17 @@ def test_a_plan_that_cannot_be_is_refused(changes: dict, reason: str | None) -> 
 
 
 def test_the_digest_covers_every_field() -> None:
-    same = StepPlan(3, Bucket(80, 2, mixed=True), (replace(DECODE), replace(PREFILL)), (PageGrant(1, 1, 5),))
+    same = StepPlan(3, Bucket(80, 2, mixed=True), (DECODE._replace(), PREFILL._replace()), (PageGrant(1, 1, 5),))
     assert same.digest() == PLAN.digest()
     others = [replace(PLAN, step_id=4), replace(PLAN, bucket=Bucket(81, 2, True)), replace(PLAN, grants=())]
     for field, value in (("row", 2), ("generation", 2), ("slot", 2), ("start", 8), ("uncertain", 1)):
-        others.append(replace(PLAN, entries=(replace(DECODE, **{field: value}), PREFILL)))
+        others.append(replace(PLAN, entries=(DECODE._replace(**{field: value}), PREFILL)))
     for fields in ({"num_draft": 1}, {"num_draft": 1, "drafts": (7,)}, {"wanted": 1}):
         drafting = replace(PLAN.bucket, max_draft=1)
-        others.append(replace(PLAN, bucket=drafting, entries=(replace(DECODE, **fields), PREFILL)))
-    others.append(replace(PLAN, entries=(DECODE, replace(PREFILL, is_last_chunk=True))))
-    others.append(replace(PLAN, entries=(DECODE, replace(PREFILL, num_new=63))))
-    others.append(replace(PLAN, entries=(replace(DECODE, kind=Kind.VERIFY), PREFILL)))
+        others.append(replace(PLAN, bucket=drafting, entries=(DECODE._replace(**fields), PREFILL)))
+    others.append(replace(PLAN, entries=(DECODE, PREFILL._replace(is_last_chunk=True))))
+    others.append(replace(PLAN, entries=(DECODE, PREFILL._replace(num_new=63))))
+    others.append(replace(PLAN, entries=(DECODE._replace(kind=Kind.VERIFY), PREFILL)))
     digests = {plan.digest() for plan in others}
     assert len(digests) == len(others) and PLAN.digest() not in digests
 

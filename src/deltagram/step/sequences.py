@@ -6,7 +6,9 @@ has ended.
 """
 
 import math
+import struct
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -108,9 +110,19 @@ def _shapes(bucket: Bucket, num_grants: int) -> dict[str, tuple[int, ...]]:
     }
 
 
+@lru_cache(1024)
+def _places(bucket: Bucket, page_size: int) -> tuple[int, dict[str, slice]]:
+    """Length of `pack`'s array, and where in it each of the fields lies."""
+    places, first = {}, 0
+    for name, shape in _shapes(bucket, max_grants(bucket, page_size)).items():
+        places[name] = slice(first, first + math.prod(shape))
+        first += math.prod(shape)
+    return first, places
+
+
 def packed_size(bucket: Bucket, page_size: int) -> int:
     """Length of `pack`'s array."""
-    return sum(math.prod(shape) for shape in _shapes(bucket, max_grants(bucket, page_size)).values())
+    return _places(bucket, page_size)[0]
 
 
 def max_grants(bucket: Bucket, page_size: int) -> int:
@@ -119,54 +131,45 @@ def max_grants(bucket: Bucket, page_size: int) -> int:
     return -(-(bucket.tokens + bucket.sequences * bucket.max_draft) // page_size) + bucket.sequences
 
 
+_NAMES = "kind", "row", "slot", "cu_tokens", "prefill_start", "num_draft", "wanted", "given", "cu_samples"
+
+
 def pack(plan: StepPlan, page_size: int, pad_row: int, pad_slot: int) -> Array:
     """The host's part of the table as one flat int32 array, in the order of the fields above."""
     bucket, count = plan.bucket, len(plan.entries)
-    shapes = _shapes(bucket, max_grants(bucket, page_size))
-    packed = np.zeros(sum(math.prod(shape) for shape in shapes.values()), np.int32)
-    columns, first = {}, 0
-    for name, shape in shapes.items():
-        columns[name] = packed[first : first + math.prod(shape)]
-        first += math.prod(shape)
-    rows: list[tuple[int, ...]] = []
+    size, places = _places(bucket, page_size)
+    packed = np.zeros(size, np.int32)
+    flat: list[int] = []  # _NAMES of each entry
     sampled: list[int] = []
     chunks: list[int] = []
     tokens = samples = 0
-    for n, entry in enumerate(plan.entries):
-        prefill = entry.kind is Kind.PREFILL
-        tokens += entry.num_new
-        if not prefill or entry.is_last_chunk:
-            sampled += range(tokens - 1 - entry.num_draft, tokens)
-            samples += 1 + entry.num_draft
-        start = entry.start if prefill else -1
-        row = (
-            entry.kind,
-            entry.row,
-            entry.slot,
-            tokens,
-            start,
-            entry.num_draft,
-            entry.wanted,
-            len(entry.drafts),
-            samples,
-        )
-        rows.append(row)
+    is_prefill = Kind.PREFILL
+    for n, (row, _, slot, kind, num_new, start, num_draft, is_last, _, drafts, wanted) in enumerate(plan.entries):
+        prefill = kind is is_prefill
+        tokens += num_new
+        if not prefill or is_last:
+            sampled += range(tokens - 1 - num_draft, tokens)
+            samples += 1 + num_draft
+        flat += (kind, row, slot, tokens, start if prefill else -1, num_draft, wanted, len(drafts), samples)
         if prefill:
-            for index in range(-(-entry.num_new // CHUNK)):
+            for index in range(-(-num_new // CHUNK)):
                 chunks += (n, index)
-        if entry.drafts:
-            columns["drafts"][n * bucket.max_draft :][: len(entry.drafts)] = entry.drafts
-    grants = [number for grant in plan.grants for number in (grant.row, grant.index, grant.page)]
-    names = "kind", "row", "slot", "cu_tokens", "prefill_start", "num_draft", "wanted", "given", "cu_samples"
-    values = np.array(rows, np.int32).reshape(count, len(names))
+        if drafts:
+            packed[places["drafts"]][n * bucket.max_draft :][: len(drafts)] = drafts
     padding = int(Kind.PAD), pad_row, pad_slot, tokens, -1, 0, 0, 0, samples
-    for i, name in enumerate(names):
-        column = columns[name][-bucket.sequences :] if bucket.sequences else columns[name][:0]  # past the leading 0
-        column[:count], column[count:] = values[:, i], padding[i]
-    columns["counts"][:] = tokens, count, len(chunks) // 2, len(plan.grants)
-    columns["sampled"][: len(sampled)] = sampled
-    columns["chunks"][: len(chunks)], columns["chunks"][len(chunks) :] = chunks, -1
-    columns["grants"][: len(grants)] = grants
+    values = np.frombuffer(struct.pack(f"{len(flat)}i", *flat), np.int32)  # twice as fast as an array of a list
+    values = values.reshape(count, len(_NAMES)).T
+    for name, value, pad in zip(_NAMES, values, padding, strict=True):
+        stop = places[name].stop
+        begin = stop - bucket.sequences  # past the 0 that cu_tokens and cu_samples begin with
+        packed[begin : begin + count] = value
+        packed[begin + count : stop] = pad
+    packed[places["counts"]] = tokens, count, len(chunks) // 2, len(plan.grants)
+    packed[places["sampled"]][: len(sampled)] = sampled
+    packed[places["chunks"]][: len(chunks)] = chunks
+    packed[places["chunks"]][len(chunks) :] = -1
+    grants = [number for grant in plan.grants for number in (grant.row, grant.index, grant.page)]
+    packed[places["grants"]][: len(grants)] = grants
     return packed
 
 
