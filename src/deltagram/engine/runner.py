@@ -204,9 +204,13 @@ class Runner:
 
     def _launch(self, scheduled: Scheduled) -> Launched:
         plan, num_eager = scheduled.plan, 0
-        if (
-            self._copied is not None
-        ):  # long ago: the copies are the first work of their step, and the one before is over
+        constrained = [
+            request
+            for entry, request in zip(plan.entries, scheduled.requests, strict=True)
+            if request.constraint is not None and entry.samples
+        ]
+        stages = bool(scheduled.admitted or scheduled.restored or constrained)
+        if stages and self._copied is not None:  # long over, but for a step that staged right before this one
             self._copied.synchronize()
         for request in scheduled.admitted:
             self._admit(request)
@@ -218,8 +222,11 @@ class Runner:
             reported = self._commit_here(scheduled, *self._forward(plan.bucket, scheduled.requests))
             self._save(scheduled)
             return Launched(scheduled, self.buffers.report(), reported, None, 0)
-        self._allow(scheduled)
-        self._copied = self.stream.record_event()
+        for request in constrained:
+            assert request.constraint is not None
+            self.requests.allow(request.slot, request.constraint.allowed)
+        if stages:
+            self._copied = self.stream.record_event()
         if self.model.run_ahead is not None:
             self.model.run_ahead.wake()
         if any(request.wants_prompt_logits for request in scheduled.requests):
@@ -258,11 +265,6 @@ class Runner:
         for request, checkpoint in scheduled.saved:
             states, kept = self._places(request.slot, checkpoint.index)
             _copy(kept, states)
-
-    def _allow(self, scheduled: Scheduled) -> None:
-        for entry, request in zip(scheduled.plan.entries, scheduled.requests, strict=True):
-            if entry.samples and request.constraint is not None:
-                self.requests.allow(request.slot, request.constraint.allowed)
 
     def retire(self, launched: Launched) -> list[Sampled]:
         """Wait for a step: what it brought each request that it sampled for, in plan order. Raises RuntimeError for a
