@@ -17,6 +17,7 @@ its own when drafts are rejected.
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 from deltagram.attention.cache import PagePool
 from deltagram.engine.prefix import Checkpoint, PrefixCache
@@ -156,14 +157,15 @@ class Scheduler:
         entries = []
         for request, size in chosen:
             entry = self._entry(request, size, len(chosen))
-            grants[request.id] += self._take_pages(request, request.computed + entry.wanted)
+            if entry.wanted:
+                grants[request.id] += self._take_pages(request, request.computed + entry.wanted)
             drafting |= entry.num_draft + entry.wanted > 0
             entries.append(entry)
         samples = sum(entry.num_samples for entry in entries)
         mixed = entries[-1].kind is Kind.PREFILL
         bucket = self.buckets.fit(sum(size for _, size in chosen), len(chosen), mixed, samples, drafting)
         requests = tuple(request for request, _ in chosen)
-        granted = tuple(grant for request in requests for grant in grants[request.id])
+        granted = tuple(chain.from_iterable(grants[request.id] for request in requests))
         plan = StepPlan(self._next_step, bucket, tuple(entries), granted)
         self._next_step += 1
         return Scheduled(plan, requests, admitted, restored, self._saved(requests))
@@ -226,7 +228,8 @@ class Scheduler:
 
     def _num_drafts(self, request: Request) -> int:
         """Drafts that the next step of a request that decodes verifies."""
-        return self._drafts_that_fit(request, max(len(request.drafts), request.num_draft), request.computed + 1)
+        drafts = max(len(request.drafts), request.num_draft)
+        return self._drafts_that_fit(request, drafts, request.computed + 1) if drafts else 0
 
     def _wanted(self, request: Request, sequences: int) -> int:
         """Drafts that a draft head leaves for the step after the one that `computed` counts already."""
