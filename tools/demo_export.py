@@ -19,19 +19,25 @@ def checkpoint_tensors(model: DemoModel, dtype: torch.dtype) -> dict[str, Tensor
         value = value.detach().cpu()
         if value.is_floating_point():
             value = value.to(dtype)
-        if name.endswith("experts.gate_up_proj"):
-            for expert, (gate, up) in enumerate(part.chunk(2) for part in value):
-                stem = f"{name.removesuffix('gate_up_proj')}{expert}"
-                tensors |= {f"{stem}.gate_proj.weight": gate, f"{stem}.up_proj.weight": up}
-        elif name.endswith("experts.down_proj"):
-            stem = name.removesuffix("down_proj")
-            tensors |= {f"{stem}{expert}.down_proj.weight": part for expert, part in enumerate(value)}
-        elif name.endswith("ngram_embedding.weight"):
+        if name.endswith("ngram_embedding.weight"):
             parts = value.chunk(model.config.split_ngram_parts)
             tensors |= {f"{name.removesuffix('weight')}shard_{i}.weight": part for i, part in enumerate(parts)}
         else:
-            tensors[name] = value
+            tensors |= expert_tensors(name, value)
     return {name: value.contiguous().clone() for name, value in tensors.items()}
+
+
+def expert_tensors(name: str, value: Tensor) -> dict[str, Tensor]:
+    """A tensor of all experts, one an expert and matrix; any other as it is."""
+    if name.endswith("experts.gate_up_proj"):
+        tensors = {}
+        for expert, (gate, up) in enumerate(part.chunk(2) for part in value):
+            stem = f"{name.removesuffix('gate_up_proj')}{expert}"
+            tensors |= {f"{stem}.gate_proj.weight": gate, f"{stem}.up_proj.weight": up}
+        return tensors
+    if name.endswith("experts.down_proj"):
+        return {f"{name.removesuffix('down_proj')}{expert}.down_proj.weight": part for expert, part in enumerate(value)}
+    return {name: value}
 
 
 def load_checkpoint(model: DemoModel, folder: Path) -> None:

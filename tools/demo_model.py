@@ -51,11 +51,15 @@ class TextModel(nn.Module):
         self.hyper_connection_mixer = HyperConnection(config, inject=False)
 
     def forward(self, ids: Tensor) -> Tensor:
+        return self.hyper_connection_mixer(self.streams(ids))[0]
+
+    def streams(self, ids: Tensor) -> Tensor:
+        """The residual streams after the last layer, [B, T, S * H]."""
         embedded = F.dropout(self.embed_tokens(ids), self.dropout, self.training)
         streams = embedded.repeat(1, 1, self.config.hc_count)
         for layer in self.layers:
             streams = layer(streams, ids)
-        return self.hyper_connection_mixer(streams)[0]
+        return streams
 
 
 class DemoModel(nn.Module):
