@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltagram.kernels._triton import Build, Impl, choose, dependent_launch, jit, power_of_two, prefetch, tl
+from deltagram.kernels._triton import Build, Impl, choose, dependent_launch, jit, power_of_two, tl
 
 _VERIFY = 1  # kinds: decode 0, verify 1, prefill 2, padding 3; decode and verify come first in a step
 
@@ -126,56 +126,90 @@ def _reference(
 
 
 @jit
-def _convolved(  # type: ignore[no-untyped-def]
-    x, line, weight, channel, known, begin, first, i, x_stride, R: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr
-):
-    """The convolution's output for token i of a sequence, in x's dtype."""
-    total = tl.zeros(channel.shape, tl.float32)
-    for tap in tl.static_range(WIDTH):
-        back = i - (WIDTH - 1 - tap)
-        past = first + back
-        w = tl.load(weight + channel * WIDTH + tap, mask=known, other=0).to(tl.float32)
-        kept = known & (back < 0) & (past >= 0)
-        old = tl.load(line + (tl.maximum(past, 0) % R).to(tl.int64) * C + channel, mask=kept, other=0)
-        new = tl.load(x + (begin + back) * x_stride + channel, mask=known & (back >= 0), other=0)
-        total = tl.fma(w, tl.where(back >= 0, new.to(tl.float32), old.to(tl.float32)), total)
-    return (total / (1 + tl.exp(-total))).to(x.dtype.element_ty)
+def _none():  # type: ignore[no-untyped-def]
+    """A tuple to add to."""
+    return ()
 
 
 @jit
-def _keep(x, line, channel, known, token, entry, x_stride, C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Keep a token's inputs in the convolution's ring."""
-    value = tl.load(x + token * x_stride + channel, mask=known, other=0)
-    tl.store(line + entry.to(tl.int64) * C + channel, value.to(line.dtype.element_ty), mask=known)
+def _taps(weight, channel, known, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Four taps of channels' convolutions, the last of them zero if it is narrower."""
+    tap = tl.arange(0, 4)
+    here = known[:, None] & (tap < WIDTH)[None, :]
+    all_four = tl.load(weight + channel[:, None] * WIDTH + tap[None, :], mask=here, other=0).to(tl.float32)
+    even, odd = tl.split(tl.reshape(all_four, [channel.shape[0], 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return (first, second, third, fourth)
 
 
 @jit
-def _token(  # type: ignore[no-untyped-def]
-    qkv, a, b, weight, line, q_channel, k_channel, v_channel, in_key, in_value, shared, rate, shift, hv, begin, first,
-    i, qkv_stride, a_stride, b_stride, scale, R: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """q in fp32, k and v as rings of drafts hold them, g and beta of token i of a sequence; its inputs are kept."""
-    q = _convolved(qkv, line, weight, q_channel, in_key, begin, first, i, qkv_stride, R, C, WIDTH).to(tl.float32)
-    k = _convolved(qkv, line, weight, k_channel, in_key, begin, first, i, qkv_stride, R, C, WIDTH).to(tl.float32)
-    v = _convolved(qkv, line, weight, v_channel, in_value, begin, first, i, qkv_stride, R, C, WIDTH)
-    q = (q * (1 / tl.sqrt(tl.sum(q * q, 0) + 1e-6)) * scale).to(v.dtype).to(tl.float32)
-    k = (k * (1 / tl.sqrt(tl.sum(k * k, 0) + 1e-6))).to(v.dtype)
-    step = tl.load(a + (begin + i) * a_stride + hv).to(tl.float32) + shift
-    g = rate * (tl.maximum(step, 0) + tl.log(1 + tl.exp(-tl.abs(step))))
-    beta = 1 / (1 + tl.exp(-tl.load(b + (begin + i) * b_stride + hv).to(tl.float32)))
-    entry = (first + i) % R
-    _keep(qkv, line, q_channel, in_key & shared, begin + i, entry, qkv_stride, C)
-    _keep(qkv, line, k_channel, in_key & shared, begin + i, entry, qkv_stride, C)
-    _keep(qkv, line, v_channel, in_value, begin + i, entry, qkv_stride, C)
-    return q, k, v, g, beta
+def _ahead(taps, line, channel, known, first, R: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What the kept inputs of tokens before position `first` add to the convolutions of the WIDTH - 1 from there on."""
+    past, sums = _none(), _none()
+    for i in tl.static_range(WIDTH - 1):
+        at = first - (WIDTH - 1 - i)
+        entry = (tl.maximum(at, 0) % R).to(tl.int64)
+        kept = tl.load(line + entry * C + channel, mask=known & (at >= 0), other=0)
+        past = past + (kept.to(tl.float32),)
+    for i in tl.static_range(WIDTH - 1):
+        total = tl.zeros(channel.shape, tl.float32)
+        for tap in tl.static_range(WIDTH - 1 - i):
+            total = tl.fma(taps[tap], past[i + tap], total)
+        sums = sums + (total,)
+    return sums
 
 
 @jit
-def _take(s, k, v, g, beta):  # type: ignore[no-untyped-def]
-    """The state after one more token."""
-    s = s * tl.exp(g)
-    u = beta * (v - tl.sum(s * k[None, :], 1))
-    return s + u[:, None] * k[None, :]
+def _onward(taps, ahead, x, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`ahead` after one more token, whose inputs are x."""
+    sums = _none()
+    for i in tl.static_range(1, WIDTH - 1):
+        sums = sums + (tl.fma(taps[WIDTH - 1 - i], x.to(tl.float32), ahead[i]),)
+    return sums + (tl.fma(taps[0], x.to(tl.float32), tl.zeros(x.shape, tl.float32)),)
+
+
+@jit
+def _convolved(taps, ahead, x, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    total = tl.fma(taps[WIDTH - 1], x.to(tl.float32), ahead[0])
+    return (total / (1 + tl.exp(-total))).to(x.dtype).to(tl.float32)
+
+
+@jit
+def _head(taps, ahead, x, scale, FIRST: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A token's query or key, convolved, normalised, scaled and rounded: PARTS tensors, from inputs FIRST on."""
+    parts, head = _none(), _none()
+    squares = tl.zeros(x[0].shape, tl.float32)
+    for j in tl.static_range(FIRST, FIRST + PARTS):
+        part = _convolved(taps[j], ahead[j], x[j], WIDTH)
+        squares = tl.fma(part, part, squares)
+        parts = parts + (part,)
+    rate = 1 / tl.sqrt(tl.sum(squares, 0) + 1e-6) * scale
+    for j in tl.static_range(PARTS):
+        head = head + ((parts[j] * rate).to(x[0].dtype),)
+    return head
+
+
+@jit
+def _read(s, x, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """S x, in fp32."""
+    total = s[0] * x[0].to(tl.float32)[None, :]
+    for j in tl.static_range(1, PARTS):
+        total = tl.fma(s[j], x[j].to(tl.float32)[None, :], total)
+    return tl.sum(total, 1)
+
+
+@jit
+def _take(s, k, v, g, beta, dtype: tl.constexpr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The state after one more token, rounded to `dtype`."""
+    decayed, taken = _none(), _none()
+    for j in tl.static_range(PARTS):
+        decayed = decayed + (s[j] * tl.exp(g),)
+    u = beta * (v - _read(decayed, k, PARTS))
+    for j in tl.static_range(PARTS):
+        new = tl.fma(u[:, None], k[j].to(tl.float32)[None, :], decayed[j])
+        taken = taken + (new.to(dtype).to(tl.float32),)
+    return taken
 
 
 @jit
@@ -208,87 +242,125 @@ def _kernel(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
     R: tl.constexpr,  # entries of the convolution's ring
     D: tl.constexpr,  # entries of the rings of drafts; 0 without
-    BK: tl.constexpr,
+    PARTS: tl.constexpr,  # of a key, BP wide each
+    BP: tl.constexpr,
     BV: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """What earlier steps left is read before this step's projections have ended: the state, past inputs, and accepted
+    drafts, which are taken at once."""
     C: tl.constexpr = 2 * H * K + HV * V
     n = tl.program_id(1) // HV
     hv = tl.program_id(1) % HV
     h = hv // (HV // H)
-    key = tl.arange(0, BK)
+    key = tl.arange(0, BP)
     value = tl.program_id(0) * BV + tl.arange(0, BV)
-    in_key, in_value = key < K, value < V
-    inside = in_value[:, None] & in_key[None, :]
-    spot = hv * (V * K) + value[:, None] * K + key[None, :]
-    q_channel, k_channel, v_channel = h * K + key, (H + h) * K + key, 2 * H * K + hv * V + value
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        prefetch(conv_weight + q_channel * WIDTH)
-        prefetch(conv_weight + k_channel * WIDTH)
-        # A line asked for too early is no harm: whoever writes it later writes it where it then is.
-        ahead = tl.minimum(tl.program_id(0) * (BV * K) + tl.arange(0, BV * BK // 32) * 32, V * K - 1)
-        prefetch(state + (tl.load(slot + n).to(tl.int64) * HV + hv) * (V * K) + ahead)
-        tl.extra.cuda.gdc_wait()
-    if tl.load(kind + n) > 1:
-        return
+    in_value = value < V
+    v_channel = 2 * H * K + hv * V + value
+    live = tl.load(kind + n) <= 1
     number = tl.load(slot + n).to(tl.int64)
     begin = tl.load(cu_tokens + n).to(tl.int64)
     first = tl.load(start + n)
     line = ring + number * (R * C)
-    at = state + number * (HV * V * K) + spot
-    s = tl.load(at, mask=inside, other=0).to(tl.float32)
+    at = state + (number * HV + hv) * (V * K) + value[:, None] * K + key[None, :]
+    s, taps, ahead = _none(), _none(), _none()
+    for j in tl.static_range(PARTS):
+        inside = in_value[:, None] & (j * BP + key < K)[None, :] & live
+        s = s + (tl.load(at + j * BP, mask=inside, other=0, eviction_policy="evict_first").to(tl.float32),)
+    for j in tl.static_range(2 * PARTS):  # the query's parts, then the key's
+        channel = (j // PARTS * H + h) * K + j % PARTS * BP + key
+        in_key = j % PARTS * BP + key < K
+        taps = taps + (_taps(conv_weight, channel, in_key, WIDTH),)
+        ahead = ahead + (_ahead(taps[j], line, channel, in_key & live, first, R, C, WIDTH),)
+    v_taps = _taps(conv_weight, v_channel, in_value, WIDTH)
+    v_ahead = _ahead(v_taps, line, v_channel, in_value & live, first, R, C, WIDTH)
     rate = -tl.exp(tl.load(A_log + hv).to(tl.float32))
     shift = tl.load(dt_bias + hv).to(tl.float32)
-    shared = (tl.program_id(0) == 0) & (hv % (HV // H) == 0)  # who writes what programs of a key head share
-    if D == 0:
-        q_t, k_in, v_t, g_t, beta_t = _token(
-            qkv, a, b, conv_weight, line, q_channel, k_channel, v_channel, in_key, in_value, shared, rate, shift, hv,
-            begin, first, 0, qkv_stride, a_stride, b_stride, scale, R, C, WIDTH,
-        )  # fmt: skip
-        stored = _take(s, k_in.to(tl.float32), v_t.to(tl.float32), g_t, beta_t).to(state.dtype.element_ty)
-        tl.store(at, stored, mask=inside)
-        o = tl.sum(stored.to(tl.float32) * q_t[None, :], 1)
-        tl.store(out + (begin * HV + hv) * V + value, o.to(out.dtype.element_ty), mask=in_value)
-    else:
+    num_new = 1
+    if D > 0:
         num_new = (tl.load(cu_tokens + n + 1) - begin).to(tl.int32)
-        for i in range(-tl.load(pending + n), num_new):
+        for i in range(-tl.load(pending + n), 0):
             entry = number * D + (first + i) % D
-            k_at, v_at = k_ring + (entry * H + h) * K + key, v_ring + (entry * HV + hv) * V + value
+            accepted = _none()
+            for j in tl.static_range(PARTS):
+                k_at = k_ring + (entry * H + h) * K + j * BP + key
+                accepted = accepted + (tl.load(k_at, mask=j * BP + key < K, other=0),)
+            v = tl.load(v_ring + (entry * HV + hv) * V + value, mask=in_value, other=0).to(tl.float32)
             g_at = gate_ring + entry * (2 * HV) + hv
-            if i < 0:
-                k_in, v_in = tl.load(k_at, mask=in_key, other=0), tl.load(v_at, mask=in_value, other=0)
-                g_t, beta_t = tl.load(g_at), tl.load(g_at + HV)
-                q_t = tl.zeros([BK], tl.float32)
-            else:
-                q_t, k_in, v_in, g_t, beta_t = _token(
-                    qkv, a, b, conv_weight, line, q_channel, k_channel, v_channel, in_key, in_value, shared, rate,
-                    shift, hv, begin, first, i, qkv_stride, a_stride, b_stride, scale, R, C, WIDTH,
-                )  # fmt: skip
-            stored = _take(s, k_in.to(tl.float32), v_in.to(tl.float32), g_t, beta_t).to(state.dtype.element_ty)
-            s = stored.to(tl.float32)
-            o = tl.sum(s * q_t[None, :], 1)
-            if i >= 0:
-                tl.store(out + ((begin + i) * HV + hv) * V + value, o.to(out.dtype.element_ty), mask=in_value)
-            if i == 0:
-                tl.store(at, stored, mask=inside)
+            s = _take(s, accepted, v, tl.load(g_at), tl.load(g_at + HV), state.dtype.element_ty, PARTS)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if not live:
+        return
+    shared = (tl.program_id(0) == 0) & (hv % (HV // H) == 0)  # who writes what programs of a key head share
+    row = qkv + begin * qkv_stride
+    a_at, b_at = a + begin * a_stride + hv, b + begin * b_stride + hv
+    x = _none()
+    for j in tl.static_range(2 * PARTS):
+        channel = (j // PARTS * H + h) * K + j % PARTS * BP + key
+        x = x + (tl.load(row + channel, mask=j % PARTS * BP + key < K, other=0),)
+    v_x = tl.load(row + v_channel, mask=in_value, other=0)
+    step, gate = tl.load(a_at).to(tl.float32) + shift, tl.load(b_at).to(tl.float32)
+    for i in range(num_new):
+        q = _head(taps, ahead, x, scale, 0, PARTS, WIDTH)
+        k = _head(taps, ahead, x, 1.0, PARTS, PARTS, WIDTH)
+        v = _convolved(v_taps, v_ahead, v_x, WIDTH)
+        g = rate * (tl.maximum(step, 0) + tl.log(1 + tl.exp(-tl.abs(step))))
+        beta = 1 / (1 + tl.exp(-gate))
+        kept = line + ((first + i) % R).to(tl.int64) * C
+        if shared:
+            for j in tl.static_range(2 * PARTS):
+                channel = (j // PARTS * H + h) * K + j % PARTS * BP + key
+                tl.store(kept + channel, x[j].to(ring.dtype.element_ty), mask=j % PARTS * BP + key < K)
+        tl.store(kept + v_channel, v_x.to(ring.dtype.element_ty), mask=in_value)
+        if D > 0:  # the next token's inputs (or again these) come while this one is taken
+            more = tl.where(i + 1 < num_new, 1, 0)
+            row += more * qkv_stride
+            a_at += more * a_stride
+            b_at += more * b_stride
+            moved, following = _none(), _none()
+            for j in tl.static_range(2 * PARTS):
+                channel = (j // PARTS * H + h) * K + j % PARTS * BP + key
+                moved = moved + (_onward(taps[j], ahead[j], x[j], WIDTH),)
+                following = following + (tl.load(row + channel, mask=j % PARTS * BP + key < K, other=0),)
+            ahead, x = moved, following
+            v_ahead = _onward(v_taps, v_ahead, v_x, WIDTH)
+            v_x = tl.load(row + v_channel, mask=in_value, other=0)
+            step = tl.load(a_at).to(tl.float32) + shift
+            gate = tl.load(b_at).to(tl.float32)
+        s = _take(s, k, v, g, beta, state.dtype.element_ty, PARTS)
+        if i == 0:
+            for j in tl.static_range(PARTS):
+                inside = in_value[:, None] & (j * BP + key < K)[None, :]
+                stored = s[j].to(state.dtype.element_ty)
+                tl.store(at + j * BP, stored, mask=inside, eviction_policy="evict_first")
+        o = _read(s, q, PARTS)
+        tl.store(out + ((begin + i) * HV + hv) * V + value, o.to(out.dtype.element_ty), mask=in_value)
+        if D > 0:
             if i > 0:
-                tl.store(v_at, v_in, mask=in_value)
-                tl.store(k_at, k_in, mask=in_key & shared)
+                entry = number * D + (first + i) % D
+                tl.store(v_ring + (entry * HV + hv) * V + value, v.to(v_ring.dtype.element_ty), mask=in_value)
                 if tl.program_id(0) == 0:
-                    tl.store(g_at, g_t)
-                    tl.store(g_at + HV, beta_t)
+                    g_at = gate_ring + entry * (2 * HV) + hv
+                    tl.store(g_at, g)
+                    tl.store(g_at + HV, beta)
+                if shared:
+                    for j in tl.static_range(PARTS):
+                        k_at = k_ring + (entry * H + h) * K + j * BP + key
+                        tl.store(k_at, k[j].to(k_ring.dtype.element_ty), mask=j * BP + key < K)
 
 
 # Whether a product and a sum become one rounding is the compiler's choice, and it chose differently with and without
-# rings.
-_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+# rings: where they shall, the kernel says so.
+_OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}
 
 
 def _sizes(heads: int, state: Tensor | tuple[int, ...], width: int, ring: int, drafts: int) -> dict[str, int]:
     value_heads, value_dim, key_dim = (state.shape if isinstance(state, Tensor) else state)[-3:]
     columns = power_of_two(key_dim)
-    tile = {"BK": columns, "BV": max(1, min(power_of_two(value_dim), 4096 // columns))}
+    part = min(columns, 32)
+    tile = {"PARTS": columns // part, "BP": part, "BV": max(1, min(power_of_two(value_dim), 2048 // columns))}
     return {"H": heads, "HV": value_heads, "K": key_dim, "V": value_dim, "WIDTH": width, "R": ring, "D": drafts} | tile
 
 
@@ -312,6 +384,7 @@ def _launch(
 ) -> None:
     assert state.is_contiguous() and out.is_contiguous() and ring.is_contiguous() and conv_weight.is_contiguous()
     assert qkv.stride(1) == a.stride(1) == b.stride(1) == 1 and ring.shape[2] == qkv.shape[1]
+    assert conv_weight.shape[1] <= 4
     length = drafts[0].shape[1] if drafts is not None else 0
     rings = drafts if drafts is not None else (None, None, None)
     sizes = _sizes(num_key_heads, state, conv_weight.shape[1], ring.shape[1], length)
