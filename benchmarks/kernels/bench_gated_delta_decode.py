@@ -36,8 +36,7 @@ def measure() -> list[dict[str, Any]]:
 
             def call(layer: CoreSteps, body: Any = body, table: Any = table, rows: torch.Tensor = rows) -> None:
                 qkv, a, b, _ = rows.split(layer._sizes(), 1)
-                weights = layer.conv_weight, layer.A_log, layer.dt_bias
-                body(table, qkv, a, b, *weights, SHAPE.heads, SHAPE.key_dim, layer.state, None)
+                body(table, qkv, a, b, layer.weights, layer.state, None, None)
 
             row[name] = captured_us([lambda layer=layer, call=call: call(layer) for layer in layers])
         traffic = 2 * n * SHAPE.value_heads * SHAPE.value_dim * SHAPE.key_dim * 4

@@ -1,6 +1,6 @@
 """The gated delta rule over a step: one fixed sequence of ops, whatever the step mixes.
 
-On a GPU decode and verify sequences are one launch, and prefill chunks, where the bucket may have some, five after it.
+On a GPU decode and verify sequences are one launch, and prefill chunks, where the bucket may have some, four after it.
 Their grids are the bucket's capacity and their sizes are read from the sequence table on the device, so a captured step
 is an eager one.
 """
@@ -31,6 +31,15 @@ class LayerState:
     drafts: tuple[Tensor, Tensor, Tensor] | None = None
 
 
+class Weights(NamedTuple):
+    """conv [C, W], A_log and dt_bias fp32 [HV], and the number of key heads H."""
+
+    conv: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
+    num_key_heads: int
+
+
 class Gate(NamedTuple):
     """The gated norm at the end: see rms_norm_gated. z [T, HV, V], weight fp32 [V]."""
 
@@ -45,14 +54,10 @@ def forward_core(
     qkv: Tensor,
     a: Tensor,
     b: Tensor,
-    conv_weight: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    num_key_heads: int,
-    key_dim: int,
+    weights: Weights,
     state: LayerState,
-    impl: Impl = None,
     gate: Gate | None = None,
+    impl: Impl = None,
 ) -> Tensor:
     """qkv [T, 2 H K + HV V], a and b [T, HV] -> the layer's heads [T, HV, V], through `gate` if given; `state` is
     updated.
@@ -62,13 +67,10 @@ def forward_core(
     """
     plain = not (state.drafts and table.bucket.max_draft) and state.recurrent.dtype == a.dtype == torch.float32
     body = choose(impl, qkv, _op_by_op, _at_once, _head_by_head if plain else _op_by_op)
-    return body(table, qkv, a, b, conv_weight, A_log, dt_bias, num_key_heads, key_dim, state, gate, impl)
+    return body(table, qkv, a, b, weights, state, gate, impl)
 
 
-def _gated(heads: Tensor, gate: Gate | None, table: SequenceTable, impl: Impl) -> Tensor:
-    if gate is None:
-        return heads
-    return rms_norm_gated(heads, gate.z, gate.weight, table.cu_tokens, gate.eps, gate.activation, impl)
+Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, g, beta
 
 
 def _op_by_op(
@@ -76,27 +78,41 @@ def _op_by_op(
     qkv: Tensor,
     a: Tensor,
     b: Tensor,
-    conv_weight: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    num_key_heads: int,
-    key_dim: int,
+    weights: Weights,
     state: LayerState,
     gate: Gate | None,
     impl: Impl,
 ) -> Tensor:
     """The plain path, and that of a CPU with drafts: each op over all tokens."""
-    t, pool = table, state.recurrent
-    convolved = causal_conv1d(
-        qkv, conv_weight, state.conv, t.cu_tokens, t.sequence, t.position, t.start, t.slot, impl=impl
-    )
-    q, k, v, g, beta = gated_delta_prep(convolved, a, b, A_log, dt_bias, num_key_heads, key_dim, impl)
-    out = v.new_empty(v.shape)
+    t = table
+    parts = _prepared(t, qkv, a, b, weights, state, impl)
+    out = parts[2].new_empty(parts[2].shape)
     gated_delta_recurrent(
-        q, k, v, g, beta, pool, t.kind, t.cu_tokens, t.start, t.pending, t.slot, out, state.drafts, impl
+        *parts, state.recurrent, t.kind, t.cu_tokens, t.start, t.pending, t.slot, out, state.drafts, impl
     )
     if t.bucket.mixed:
-        gated_delta_chunk(q, k, v, g, beta, pool, t.chunks, t.kind, t.cu_tokens, t.start, t.slot, out, impl)
+        _prefill(t, parts, state, out, impl)
+    return _gated(out, gate, t, impl)
+
+
+def _at_once(
+    table: SequenceTable,
+    qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    weights: Weights,
+    state: LayerState,
+    gate: Gate | None,
+    impl: Impl,
+) -> Tensor:
+    """Decode and verify sequences in one launch; then prefill, whose ops go over all tokens: what they do again for the
+    others is what was done, or is not read."""
+    t = table
+    out = qkv.new_empty(len(qkv), *state.recurrent.shape[1:3])
+    pools, where = (state.conv, state.recurrent), (t.kind, t.cu_tokens, t.start, t.pending, t.slot)
+    gated_delta_decode(qkv, a, b, *weights[:3], *pools, *where, out, weights.num_key_heads, state.drafts, impl)
+    if t.bucket.mixed:
+        _prefill(t, _prepared(t, qkv, a, b, weights, state, impl), state, out, impl)
     return _gated(out, gate, t, impl)
 
 
@@ -108,50 +124,33 @@ def _head_by_head(
     qkv: Tensor,
     a: Tensor,
     b: Tensor,
-    conv_weight: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    num_key_heads: int,
-    key_dim: int,
+    weights: Weights,
     state: LayerState,
     gate: Gate | None,
     impl: Impl,
 ) -> Tensor:
     """On a CPU, in a step without drafts, new or pending: every op for one head, then for the next."""
-    t, sizes, pools = table, (num_key_heads, key_dim), (state.conv, state.recurrent)
+    t, key_dim = table, state.recurrent.shape[-1]
     norm = (None, None, 0.0, False) if gate is None else (gate.z, gate.weight, gate.eps, gate.activation == "silu")
-    heads: Tensor = _compiled(
-        qkv, a, b, conv_weight, A_log, dt_bias, *sizes, *pools, t.kind, t.cu_tokens, t.start, t.slot, *norm
-    )
+    pools = state.conv, state.recurrent
+    heads: Tensor = _compiled(qkv, a, b, *weights, key_dim, *pools, t.kind, t.cu_tokens, t.start, t.slot, *norm)
     return heads
 
 
-def _at_once(
-    table: SequenceTable,
-    qkv: Tensor,
-    a: Tensor,
-    b: Tensor,
-    conv_weight: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    num_key_heads: int,
-    key_dim: int,
-    state: LayerState,
-    gate: Gate | None,
-    impl: Impl,
-) -> Tensor:
-    """Decode and verify sequences in one launch; then prefill, whose ops go over all tokens: what they do again for the
-    others is what was done, or is not read."""
-    t, pool = table, state.recurrent
-    out = qkv.new_empty(len(qkv), *pool.shape[1:3])
-    gated_delta_decode(
-        qkv, a, b, conv_weight, A_log, dt_bias, state.conv, pool, t.kind, t.cu_tokens, t.start, t.pending, t.slot, out,
-        num_key_heads, state.drafts, impl,
-    )  # fmt: skip
-    if t.bucket.mixed:
-        convolved = causal_conv1d(
-            qkv, conv_weight, state.conv, t.cu_tokens, t.sequence, t.position, t.start, t.slot, impl=impl
-        )
-        q, k, v, g, beta = gated_delta_prep(convolved, a, b, A_log, dt_bias, num_key_heads, key_dim, impl)
-        gated_delta_chunk(q, k, v, g, beta, pool, t.chunks, t.kind, t.cu_tokens, t.start, t.slot, out, impl)
-    return _gated(out, gate, t, impl)
+def _prepared(
+    t: SequenceTable, qkv: Tensor, a: Tensor, b: Tensor, weights: Weights, state: LayerState, impl: Impl
+) -> Parts:
+    """What the gated delta rule reads; the convolution's ring is updated."""
+    ring, key_dim = state.conv, state.recurrent.shape[-1]
+    x = causal_conv1d(qkv, weights.conv, ring, t.cu_tokens, t.sequence, t.position, t.start, t.slot, impl=impl)
+    return gated_delta_prep(x, a, b, weights.A_log, weights.dt_bias, weights.num_key_heads, key_dim, impl)
+
+
+def _prefill(t: SequenceTable, parts: Parts, state: LayerState, out: Tensor, impl: Impl) -> None:
+    gated_delta_chunk(*parts, state.recurrent, t.chunks, t.kind, t.cu_tokens, t.start, t.slot, out, impl)
+
+
+def _gated(heads: Tensor, gate: Gate | None, table: SequenceTable, impl: Impl) -> Tensor:
+    if gate is None:
+        return heads
+    return rms_norm_gated(heads, gate.z, gate.weight, table.cu_tokens, gate.eps, gate.activation, impl)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from deltagram.gdn.core import Gate, LayerState, forward_core
+from deltagram.gdn.core import Gate, LayerState, Weights, forward_core
 from deltagram.kernels._norm import Norm
 from deltagram.layers.basic import Factory, Linear
 from deltagram.step.sequences import SequenceTable
@@ -52,9 +52,9 @@ class GatedDeltaNet:
         """x [T, hidden], which goes through `norm` first -> [T, hidden], added to `residual`."""
         assert self.state is not None, "the layer has no pool"
         qkv, z, b, a = self.project.split(x, norm)
-        weights, sizes = (self.conv, self.A_log, self.dt_bias), (self.num_key_heads, self.key_dim)
+        weights = Weights(self.conv, self.A_log, self.dt_bias, self.num_key_heads)
         gate = Gate(z.unflatten(1, (self.num_value_heads, self.value_dim)), self.norm, self.eps, self.gate)
-        heads = forward_core(table, qkv, a, b, *weights, *sizes, self.state, gate=gate)
+        heads = forward_core(table, qkv, a, b, weights, self.state, gate)
         return self.out(heads.flatten(1), residual=residual)
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:

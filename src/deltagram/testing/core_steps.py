@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltagram.gdn.core import Gate, LayerState, forward_core
+from deltagram.gdn.core import Gate, LayerState, Weights, forward_core
 from deltagram.gdn.state import allocate, draft_rings, ring_length
 from deltagram.kernels._triton import Impl
 from deltagram.step.history import TokenHistory
@@ -78,6 +78,7 @@ class CoreSteps:
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         self.A_log = torch.empty(shape.value_heads).uniform_(0.01, 8, generator=self.generator).log().to(device, exact)
         self.dt_bias = (self._normal(shape.value_heads) - 2).to(device, exact)
+        self.weights = Weights(self.conv_weight, self.A_log, self.dt_bias, shape.heads)
         recurrent = shape.value_heads, shape.value_dim, shape.key_dim
         ring = ring_length(shape.width - 1, max_draft), shape.channels
         self.state = LayerState(
@@ -133,9 +134,7 @@ class CoreSteps:
     def run(self, table: SequenceTable, rows: Tensor, gate: Gate | None = None) -> Tensor:
         """The core alone: what a graph captures."""
         qkv, a, b, _ = rows.split(self._sizes(), 1)
-        weights = self.conv_weight, self.A_log, self.dt_bias
-        sizes = self.shape.heads, self.shape.key_dim
-        return forward_core(table, qkv, a, b, *weights, *sizes, self.state, self.impl, gate)
+        return forward_core(table, qkv, a, b, self.weights, self.state, gate, self.impl)
 
     def pools(self) -> list[Tensor]:
         """Every tensor that a step may write."""
