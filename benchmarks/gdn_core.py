@@ -14,6 +14,7 @@ from environment import save
 from kernels import (
     bench_causal_conv1d,
     bench_gated_delta_chunk,
+    bench_gated_delta_decode,
     bench_gated_delta_prep,
     bench_gated_delta_recurrent,
     bench_rms_norm_gated,
@@ -98,7 +99,7 @@ def measure_state_dtypes() -> list[dict[str, Any]]:
         out += [steps.step([Part(stream, Kind.DECODE)])[0] for _ in range(512)]
         error = torch.cat(out).double().cpu() - outputs
         decoded = error[512:].norm(dim=(1, 2)) / outputs[512:].norm(dim=(1, 2))
-        speed = bench_gated_delta_recurrent.measure(state, (1, 64, 256))
+        speed = bench_gated_delta_decode.measure(state, (1, 64, 256))
         rows.append(
             {
                 "state": str(state),
@@ -113,9 +114,9 @@ def measure_state_dtypes() -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="whole steps only")
+    parser.add_argument("--quick", action="store_true", help="whole steps and dtypes of the state only")
     quick = parser.parse_args().quick
-    steps = {"steps": measure_steps(), "state_dtypes": [] if quick else measure_state_dtypes()}
+    steps = {"steps": measure_steps(), "state_dtypes": measure_state_dtypes()}
     for row in steps["steps"] + steps["state_dtypes"]:
         print(row)
     save("gdn_core", steps)

@@ -132,6 +132,26 @@ def test_company_slots_and_bucket_do_not_matter() -> None:
             assert all(same_bits(a, b) for a, b in zip(alone[i], company[i], strict=True)), (order, i)
 
 
+@pytest.mark.parametrize("new", [1, 4])
+def test_a_large_batch_has_the_bits_of_each_alone(new: int) -> None:
+    """In a model's shape, where a batch of 48 and one of 1 fill the device differently."""
+    steps = make(48, shape=CoreShape(16, 32, 128, 128))
+    streams = [steps.stream(20, slot) for slot in range(48)]
+    steps.step([Part(stream, PREFILL, 1 + stream.slot % 5) for stream in streams])
+    before = [pool.clone() for pool in steps.pools()]
+    kind = VERIFY if new > 1 else DECODE
+    parts = [Part(stream, kind, new) for stream in streams]
+    bucket = Bucket(48 * new, 48, False)
+    together = steps.run(steps.table(parts, bucket), steps.rows(parts, bucket)).unflatten(0, (48, new))
+    after = [pool.clone() for pool in steps.pools()]
+    for pool, saved in zip(steps.pools(), before, strict=True):
+        pool.copy_(saved)
+    bucket = Bucket(new, 1, False)
+    for part, expected in zip(parts, together, strict=True):
+        assert same_bits(steps.run(steps.table([part], bucket), steps.rows([part], bucket)), expected)
+    assert all(same_bits(pool, expected) for pool, expected in zip(steps.pools(), after, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_prompt_split_at_multiples_of_64_is_whole(dtype: torch.dtype) -> None:
     steps = make(dtype=dtype)
