@@ -71,7 +71,7 @@ for rows, count, size, rank, injects in (
         close(*pair)
 
 for few in (0, 8):  # either tiles
-    experts._FEW = few
+    experts.FEW_EXPERT_ROWS = few
     for rows, size, number, inner, shared, top_k in (
         (1, 32, 8, 16, 32, 2),
         (37, 21, 5, 7, 40, 3),

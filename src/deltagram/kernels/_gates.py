@@ -1,8 +1,17 @@
-"""Every choice that a step's number of rows makes, in one place.
+"""Every choice among kernels that a step's number of rows makes, in one place.
 
-Where a kernel gives way to another the bits of a row may change, so each bound stands here with its reason.
+Where a kernel gives way to another the bits of a row may change, so each bound stands here with its reason. The two
+bounds of an exchange between ranks change no bits: MOST_TOKENS and MOST_GATHERED in ngram/exchange_choice.py.
 """
 
 # Up to here a product streams its weight through the kernel in _few_rows.py, which takes 16 rows at a time. With 48
 # rows the library's products were as fast on an H200, or faster.
 FEW_ROWS = 16
+
+# Up to here kernels/hyper_mix.py fuses its products with what lies between them. They take 16 rows at a time and read
+# all weights for each 16; the library's products read them once, however many rows there are.
+FEW_HYPER_ROWS = 64
+
+# Up to here, rows an expert on average, kernels/moe takes tiles of 16 rows, so that little of a tile is padding; above,
+# tiles of 64 (32 in fp32), which read an expert's weights fewer times.
+FEW_EXPERT_ROWS = 8

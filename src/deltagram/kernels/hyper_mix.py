@@ -7,7 +7,7 @@
 
 Shapes: streams X [T, S, H], weight fp32 [S, H], down [rank + S or rank outputs, S * H], up [S * H outputs, rank],
 Packed or tensors; last_inject [T, S] and last_out [T, H] (rows may be strided), both or neither. Returns the input
-[T, H] and inject [T, S], or [T, 0] where `down` has rank outputs. On CUDA up to 64 rows are three launches, whose bits
+[T, H] and inject [T, S], or [T, 0] where `down` has rank outputs. On CUDA few rows are three launches, whose bits
 do not depend on other rows; more are library products between kernels. Source: Qwen4-Exp; Hyper-Connections,
 https://arxiv.org/abs/2409.19606.
 """
@@ -18,10 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deltagram.kernels._gates import FEW_HYPER_ROWS
 from deltagram.kernels._packed import Matrix, Packed, dense
 from deltagram.kernels._triton import Build, Impl, choose, dependent_launch, jit, on_cpu, power_of_two, tl
-
-_FEW = 64  # rows, at most, that the fused kernels take: they read all weights once for 16 rows
 
 
 def hyper_mix(
@@ -288,7 +287,7 @@ def _launch(
     launch = {"PDL": pdl, "launch_pdl": pdl}
     if num_rows == 0:
         pass
-    elif num_rows <= _FEW:
+    elif num_rows <= FEW_HYPER_ROWS:
         down_tile, up_tile, options = _tiles(streams.dtype, count)
         parts, rows = down_tile["PARTS"], -(-num_rows // down_tile["BM"])
         partial = torch.empty(num_rows, count * parts, outputs, dtype=torch.float32, device=streams.device)

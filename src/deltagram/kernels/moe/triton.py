@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from deltagram.kernels._gates import FEW_EXPERT_ROWS
 from deltagram.kernels._packed import Matrix
 from deltagram.kernels._triton import Build, dependent_launch, jit, power_of_two, tl
 
@@ -287,12 +288,11 @@ _TILES = {
     (torch.float32, False): (_Tile(16, 16, 32, 4, 2), _Tile(16, 32, 32, 4, 2)),
     (torch.float32, True): (_Tile(32, 32, 32, 4, 2), _Tile(32, 64, 32, 4, 2)),
 }
-_FEW = 8  # rows an expert on average, at most, for the tiles of few rows
 
 
 def tiles(dtype: torch.dtype, num_pairs: int, num_experts: int) -> tuple[_Tile, _Tile]:
     """The tiles of the two products; both have the same rows."""
-    return _TILES[dtype if dtype == torch.float32 else torch.bfloat16, num_pairs > _FEW * num_experts]
+    return _TILES[dtype if dtype == torch.float32 else torch.bfloat16, num_pairs > FEW_EXPERT_ROWS * num_experts]
 
 
 def _launch(
