@@ -20,7 +20,6 @@ from deltagram.testing.checkpoints import TINY_SHAPES, write_tiny_checkpoint
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 DRAWN = SamplingParams(max_tokens=6, temperature=0.9, ignore_eos=True)
-K = 3
 
 
 @pytest.fixture(scope="module", params=["qwen4_exp", "qwen4_exp_packed", "qwen3_5"])
@@ -29,9 +28,9 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Alone(write_tiny_checkpoint(folder, mtp=True, **TINY_SHAPES[request.param]))
 
 
-def engine_with(bench: Alone, checkpoints: int, speculation: str = "off", **options: Any) -> Engine:
-    kept = checkpoints * bench.checkpoint_bytes(0 if speculation == "off" else K)
-    return bench.engine(speculation, num_draft=K, prefix_cache_bytes=kept, **options)
+def engine_with(bench: Alone, checkpoints: int, speculation: str = "off", k: int = 3, **options: Any) -> Engine:
+    kept = checkpoints * bench.checkpoint_bytes(0 if speculation == "off" else k)
+    return bench.engine(speculation, num_draft=k, prefix_cache_bytes=kept, **options)
 
 
 def ask(engine: Engine, prompt: tuple[int, ...], salt: str = "", params: SamplingParams = GREEDY) -> Request:
@@ -43,11 +42,11 @@ def ask(engine: Engine, prompt: tuple[int, ...], salt: str = "", params: Samplin
     return request
 
 
-@pytest.mark.parametrize("speculation", ["off", "drafter", "mtp"])
-@pytest.mark.parametrize("left", [1, K, 1 + K])
-def test_a_hit_leaves_a_few_tokens(bench: Alone, speculation: str, left: int) -> None:
+@pytest.mark.parametrize("speculation", ["off", "drafter", "mtp", "prompt_lookup"])
+@pytest.mark.parametrize(("k", "left"), sorted({(k, left) for k in range(1, 6) for left in (1, k, 1 + k)}))
+def test_a_hit_leaves_a_few_tokens(bench: Alone, speculation: str, k: int, left: int) -> None:
     drafter = bench.scripted(0.7, 1) if speculation == "drafter" else None
-    engine = engine_with(bench, 4, speculation, drafter=drafter)
+    engine = engine_with(bench, 4, speculation, k, drafter=drafter)
     for params in (GREEDY, DRAWN):
         hits = engine.stats.prefix_hits
         for own in (5, 6):
@@ -58,16 +57,19 @@ def test_a_hit_leaves_a_few_tokens(bench: Alone, speculation: str, left: int) ->
     engine.scheduler.check_empty()
 
 
-def test_shared_beginnings_of_1_to_200_tokens(bench: Alone) -> None:
-    """All in one engine, whose pool is too small for all."""
-    engine = engine_with(bench, 6, slots=4)
-    lengths = [*range(1, 201, 9), 63, 64, 65, 127, 128, 129, 191, 192, 193]
+@pytest.mark.parametrize("speculation", ["off", "drafter", "mtp"])
+def test_shared_beginnings_of_1_to_200_tokens(bench: Alone, speculation: str) -> None:
+    """Every length, all in one engine, whose pool is too small for all."""
+    drafter = bench.scripted(0.7, 1) if speculation == "drafter" else None
+    engine = engine_with(bench, 6, speculation, drafter=drafter, slots=4)
     asked = [
-        (text_of(200, 9)[:shared] + text_of(own, shared + own), GREEDY, 0) for shared in lengths for own in (1, 20)
+        (text_of(200, 9)[:shared] + text_of(own, shared + own), GREEDY, 0)
+        for shared in range(1, 201)
+        for own in (1, 20)
     ]
     assert run(engine, asked) == [bench.alone(*each) for each in asked]
     stats = engine.stats
-    assert stats.prefix_hits > 15 and stats.prefix_evictions > 3
+    assert stats.prefix_hits > 250 and stats.prefix_evictions > 50
     assert stats.prefix_hits + sum(stats.prefix_misses.values()) == len(asked)
     engine.scheduler.check_empty()
 

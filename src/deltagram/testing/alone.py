@@ -81,7 +81,8 @@ class Alone:
         at = next(i for i, (one, other) in enumerate(zip(tokens, alone, strict=False)) if one != other)
         source = random.Random(at)
         for _ in range(50):
-            noise = {token: source.uniform(-NOISE, NOISE) for token in range(264)}
+            bias = request.params.logit_bias or {}
+            noise = {token: bias.get(token, 0.0) + source.uniform(-NOISE, NOISE) for token in range(264)}
             params = dataclasses.replace(request.params, logit_bias=noise)
             got = run(self.single.engine, [(request.prompt, params, request.seed)])[0]
             if got[: at + 1] == tokens[: at + 1]:
