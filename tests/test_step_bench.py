@@ -7,8 +7,11 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
+from deltagram import LLM
 from deltagram.step_bench import Launch, draw, step
+from deltagram.testing.step_harness import Mix, StepHarness
 
 BENCH = [sys.executable, "-c", "from deltagram.cli import main; main()", "bench", "step"]
 
@@ -21,14 +24,41 @@ def test_a_mixed_step_of_the_shipped_model(tmp_path: Path) -> None:
     figures = json.loads(done.stdout)
     assert figures == json.loads(file.read_text())
     assert figures["step"] == "2 decode, chunk of 70" and figures["bucket"] == "72x3m"
+    assert figures["acceptance"] == 1 and not figures["run_ahead"], "nothing runs beside the layers on a CPU"
     assert 0 < figures["host_us"] <= figures["wall_us"] * 1.5 and figures["tokens_per_s"] > 0
 
 
-def test_what_cannot_be_measured_is_refused() -> None:
+def test_a_verify_step_brings_what_is_asked_and_replays_it() -> None:
+    """With a step in flight while the next is planned. What one accepts is pending in the next."""
+    model = LLM(device="cpu", eager=True, max_num_sequences=1).engine.model
+    harness = StepHarness(model, torch.device("cpu"), 3, 70, 18, 5, more=400, acceptance=3.5)
+    mix = Mix(decode=1, verify=2, num_draft=5)
+    requests, flying, brought = harness.begin(mix), None, []
+    runner = harness.runner
+    for _ in range(30):
+        launched = runner.launch(harness.plan(mix, requests))
+        if flying is not None:
+            harness.retire(flying)
+        flying = launched
+        brought.append(runner.history.committed[[request.slot for request in requests]].tolist())
+    assert flying is not None
+    harness.retire(flying)
+    assert all(one == 1 and {first, second} <= {3, 4} for one, first, second in brought)
+    verified = [count for _, *counts in brought for count in counts]
+    assert 3.2 < sum(verified) / len(verified) < 3.8
+    for request, counts in zip(requests, zip(*brought, strict=True), strict=True):
+        assert request.computed == 70 + sum(counts) == int(runner.history.lengths[request.slot]) - 1
+
+
+def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
     for options, reason in (
         ({"batch": 0}, "a step needs a batch or a chunk"),
         ({"verify": 2, "acceptance": 4.0}, "from 1 to 1 \\+ verify = 3, got 4"),
         ({"timeline": Path("step.svg")}, "a timeline is of a captured step"),
+        ({"verify": 9}, "verify must be from 0 to 5, got 9"),
+        ({"output": tmp_path / "no" / "x.json"}, "x.json cannot be written"),
+        ({"placement": "attic"}, "ngram_placement is 'attic'"),
+        ({"context": 2000}, "at most the model's 2048 positions, got 2000 \\+ 54"),
         ({"device": "tin", "batch": 0}, "device must be auto.* got 'tin'\na step needs a batch"),
         ({"device": "cuda:99"}, "device 'cuda:99' asked for, this machine has"),
     ):

@@ -14,17 +14,18 @@ from rich.console import Console
 from rich.table import Table
 
 from deltagram.engine.settings import find_device
+from deltagram.engine.speculate import MAX_DRAFT
 from deltagram.layers.basic import Factory
 from deltagram.llm import shipped_model
 from deltagram.models.base import Model
-from deltagram.models.config import read_config
+from deltagram.models.config import ModelConfig, Qwen35Config, read_config
 from deltagram.models.hub import resolve_model
 from deltagram.models.load import load_model
 from deltagram.models.qwen3_5 import Qwen35
 from deltagram.ngram.placement import Placement
 from deltagram.testing.engram_model import engram_4b
 from deltagram.testing.shapes import qwen3_5_config, randomise
-from deltagram.testing.step_harness import Mix, StepHarness
+from deltagram.testing.step_harness import DEVICE_STEPS, Mix, StepHarness
 
 SHAPES = ("0.8B", "4B", "4B-engram")
 WIDTH, LANE, GAP, LEFT = 1400, 36, 14, 110  # of the timeline, in pixels
@@ -45,7 +46,7 @@ def step(
     context: Annotated[int, typer.Option(min=1, help="Tokens each of them has behind it.")] = 128,
     verify: Annotated[int, typer.Option(min=0, help="Drafted tokens of each sequence: it verifies 1 + this many.")] = 0,
     acceptance: Annotated[
-        float, typer.Option(help="Tokens a verify step is taken to bring, 1 to 1 + verify: for tokens a second.")
+        float, typer.Option(help="Tokens a verify step brings on average, 1 to 1 + verify; the next one replays them.")
     ] = 1.0,
     chunk: Annotated[int, typer.Option(min=0, help="Tokens of a prefill chunk beside them.")] = 0,
     placement: Annotated[str, typer.Option(help="Where n-gram tables live: docs/ngram-memory.md.")] = "device",
@@ -59,7 +60,9 @@ def step(
     """Time a step of any mix on one GPU (or, slowly, a CPU)."""
     problems: list[str] = []
     where = find_device(device, problems)
-    if not 1 <= acceptance <= 1 + verify:
+    if not 0 <= verify <= MAX_DRAFT:
+        problems.append(f"verify must be from 0 to {MAX_DRAFT}, got {verify}")
+    elif not 1 <= acceptance <= 1 + verify:
         problems.append(f"acceptance must be from 1 to 1 + verify = {1 + verify}, got {acceptance:g}")
     mix = Mix(0 if verify else batch, batch if verify else 0, verify, (chunk,) if chunk else ())
     if not mix.num_tokens:
@@ -67,12 +70,29 @@ def step(
     eager = eager or where.type == "cpu"
     if timeline is not None and eager:
         problems.append("a timeline is of a captured step on a GPU; got an eager one")
+    for file in (output, timeline):
+        if file is not None and (file.is_dir() or not file.parent.is_dir()):
+            problems.append(f"{file} cannot be written: expected a file in a folder that exists")
+    try:
+        Placement.parse(placement)
+    except ValueError as error:
+        problems.append(str(error))
+    folder, config = find(model)
+    more = max(chunk, (max(steps, DEVICE_STEPS) + 4) * (1 + verify))
+    if context + more > config.max_position_embeddings:
+        problems.append(
+            f"context and what the steps add must be at most the model's {config.max_position_embeddings} positions, "
+            f"got {context} + {more}"
+        )
     if problems:
         raise ValueError("\n".join(problems))
-    made = build(model, where, context + chunk + 8192, placement)
-    harness = StepHarness(made, where, mix.num_sequences, context, mix.num_tokens, verify, eager, run_ahead)
+    made = build(model, folder, config, where, context + more + 8192, placement)
+    sizes = mix.num_sequences, context, mix.num_tokens, verify
+    harness = StepHarness(made, where, *sizes, eager, run_ahead, more, acceptance)
     figures: dict[str, Any] = {"model": model or "shipped", "step": str(mix), **asdict(mix), "context": context}
-    figures |= {"placement": placement, "run_ahead": run_ahead, "bucket": str(harness.bucket(mix))}
+    ahead = made.run_ahead is not None and made.run_ahead.stream is not None  # not on a CPU, nor without memory
+    figures |= {"acceptance": acceptance, "placement": placement, "run_ahead": ahead}
+    figures["bucket"] = str(harness.bucket(mix))
     if harness.runner.stream is not None and not eager:
         figures["capture_s"] = harness.capture([harness.bucket(mix)])
         assert harness.runner.graphs is not None
@@ -91,17 +111,26 @@ def step(
         timeline.write_text(draw(launches_of(harness, mix), f"{figures['model']}: {mix}, {placement}"))
 
 
-def build(name: str, device: torch.device, max_context: int, placement: str) -> Model:
-    """A model with random weights by the name of its shape, or a checkpoint's."""
+def find(name: str) -> tuple[Path | None, ModelConfig]:
+    """The folder and the config of a checkpoint; of one of SHAPES, its config."""
+    if name in SHAPES:
+        return None, qwen3_5_config(name.removesuffix("-engram"))
+    folder = resolve_model(name) if name else shipped_model()
+    return folder, read_config(folder)
+
+
+def build(
+    name: str, folder: Path | None, config: ModelConfig, device: torch.device, max_context: int, placement: str
+) -> Model:
+    """The model that was found: with random weights, or a checkpoint's."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if name == "4B-engram":
         return engram_4b(max_context, device, Placement.parse(placement))
-    if name in SHAPES:
-        model = Qwen35(qwen3_5_config(name), max_context, Factory(device, dtype))
+    if folder is None:
+        assert isinstance(config, Qwen35Config)
+        model = Qwen35(config, max_context, Factory(device, dtype))
         randomise(model)
         return model
-    folder = resolve_model(name) if name else shipped_model()
-    config = read_config(folder)
     return load_model(folder, config, config.max_position_embeddings, device, dtype, None, placement)[0]
 
 

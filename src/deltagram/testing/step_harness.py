@@ -1,7 +1,7 @@
 """One model's runner, driven by plans made up on the spot: what a step costs, whatever it mixes.
 
 Requests begin in the middle: their tokens are random, and what the pools hold of them is zeros, so that a step's work
-is that of a real one without the prefill before it.
+is that of a real one without the prefill before it. Of drafts a given number is accepted, which the next step replays.
 """
 
 import statistics
@@ -23,6 +23,7 @@ from deltagram.models.base import Model
 from deltagram.step.buckets import Ladder
 from deltagram.step.plan import Bucket, Entry, Kind, StepPlan
 
+DEVICE_STEPS = 30  # of a round of `device_us`
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
 
@@ -50,7 +51,10 @@ class Mix:
 
 
 class StepHarness:
-    """A runner of `model` for up to `sequences` requests, with contexts of `context` tokens and room for `more`."""
+    """A runner of `model` for up to `sequences` requests, with contexts of `context` tokens and room for `more`.
+
+    acceptance: tokens that a verify step brings on average, 1 to 1 + max_draft, whatever it sampled.
+    """
 
     def __init__(
         self,
@@ -63,19 +67,23 @@ class StepHarness:
         eager: bool = False,
         run_ahead: bool = True,
         more: int = 1024,
+        acceptance: float = 1.0,
     ) -> None:
         self.model, self.context, self.sequences = model, context, sequences
         page = page_size(model.block_size)
-        limit = -(-(context + more + max_num_tokens) // page) * page
+        positions = model.config.max_position_embeddings
+        assert context + more <= positions, f"{context} + {more} tokens, of at most {positions}"
+        self.limit = min(-(-(context + more + max_num_tokens) // page) * page, positions)
         settings = Settings(
-            device=str(device), dtype="bfloat16" if device.type == "cuda" else "float32", max_context=limit,
-            max_num_sequences=sequences, max_num_tokens=max(max_num_tokens, 63 + sequences), eager=eager,
-            run_ahead=run_ahead,
+            device=str(device), dtype="bfloat16" if device.type == "cuda" else "float32", max_context=self.limit,
+            max_num_sequences=sequences, max_num_tokens=max(max_num_tokens, 63 + sequences * (1 + max_draft)),
+            eager=eager, run_ahead=run_ahead, speculation="drafter" if max_draft else "off",
+            num_draft=max(max_draft, 1), synthetic_acceptance=acceptance if max_draft else None,
         )  # fmt: skip
         self.settings: Resolved = resolve(settings, model.config)
         self.ladder = Ladder.of(self.settings.max_num_tokens, sequences, max_draft)
         largest = self.ladder.fit(self.settings.max_num_tokens, sequences, mixed=True)
-        self.pages_a_request = limit // page
+        self.pages_a_request = -(-self.limit // page)
         self.slots = SlotPool(sequences)
         self.runner = Runner(model, self.settings, self.slots, sequences * self.pages_a_request, (), largest)
         number = torch.arange((sequences + 1) * self.pages_a_request, dtype=torch.int32, device=device)
@@ -100,7 +108,7 @@ class StepHarness:
         generator = torch.Generator().manual_seed(0)
         for n in range(mix.num_sequences):
             vocab = self.model.config.vocab_size
-            tokens = torch.randint(0, vocab, (self.context + mix.num_draft + 1,), generator=generator).tolist()
+            tokens = torch.randint(0, vocab, (self.limit,), generator=generator).tolist()  # drafts too, all of them
             request = Request(
                 id=n, prompt=tuple(tokens), params=GREEDY, seed=n, max_length=2**30, end_token_ids=frozenset()
             )
@@ -115,30 +123,40 @@ class StepHarness:
         return requests
 
     def plan(self, mix: Mix, requests: Sequence[Request]) -> Scheduled:
-        """The next step of requests of `begin`. Drafts are taken for rejected: a request goes on by one token."""
+        """The next step of requests of `begin`, with those before it retired, or still in flight."""
         kinds = [Kind.DECODE] * mix.decode + [Kind.VERIFY] * mix.verify + [Kind.PREFILL] * len(mix.chunks)
         sizes = [1] * mix.decode + [1 + mix.num_draft] * mix.verify + list(mix.chunks)
         entries = []
         for request, kind, size in zip(requests, kinds, sizes, strict=True):
             start, drafts = request.computed, size - 1 if kind is Kind.VERIFY else 0
             slot = request.slot
-            entries.append(Entry(slot, self.slots.generation[slot], slot, kind, size, start, drafts))
+            uncertain, generation = request.uncertain, self.slots.generation[slot]
+            entries.append(Entry(slot, generation, slot, kind, size, start, drafts, uncertain=uncertain))
             if kind is not Kind.PREFILL:  # a chunk is run again and again
-                request.computed += 1
+                request.computed += size  # as if all drafts were accepted, until `retire` knows
+                request.uncertain += drafts
             else:
                 self.slots._owners[slot].state_pos = start
         self._step += 1
         return Scheduled(StepPlan(self._step, self.bucket(mix), tuple(entries)), tuple(requests), ())
 
-    def device_us(self, mix: Mix, steps: int = 30, rounds: int = 5) -> float:
-        """Microseconds of a captured step on the device: the best round's mean, of steps replayed back to back."""
-        requests = self.begin(mix)
-        self.runner.retire(self.runner.launch(self.plan(mix, requests)))
+    def retire(self, launched: Launched) -> None:
+        """Wait for a step, and count what it brought."""
+        brought = self.runner.retire(launched)
+        for entry, sampled in zip(launched.scheduled.plan.entries, brought, strict=True):
+            if entry.kind is not Kind.PREFILL:
+                sampled.request.uncertain -= entry.num_draft
+                sampled.request.computed -= 1 + entry.num_draft - len(sampled.tokens)
+
+    def device_us(self, mix: Mix, steps: int = DEVICE_STEPS, rounds: int = 5) -> float:
+        """Microseconds of a captured step on the device: the best round's mean, of steps replayed back to back, which
+        go on from what those before them accepted."""
         assert self.runner.graphs is not None
         replay = self.runner.graphs.graphs[self.bucket(mix)].replay
         times = []
-        with torch.cuda.stream(self.runner.stream):
-            for _ in range(rounds):
+        for _ in range(rounds):
+            self.retire(self.runner.launch(self.plan(mix, self.begin(mix))))
+            with torch.cuda.stream(self.runner.stream):
                 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 begin.record()
                 for _ in range(steps):
@@ -146,7 +164,7 @@ class StepHarness:
                 end.record()
                 end.synchronize()
                 times.append(begin.elapsed_time(end) * 1e3 / steps)
-            self.runner.buffers.start_over()
+                self.runner.buffers.start_over()
         return min(times)
 
     def step_us(self, mix: Mix, steps: int = 30) -> tuple[float, float]:
@@ -159,10 +177,10 @@ class StepHarness:
             launched = self.runner.launch(self.plan(mix, requests))
             host.append(time.perf_counter() - began)
             if before is not None:
-                self.runner.retire(before)
+                self.retire(before)
                 wall.append(time.perf_counter())
             before = launched
         assert before is not None
-        self.runner.retire(before)
+        self.retire(before)
         gaps = [b - a for a, b in pairwise(wall)]
         return statistics.median(gaps[2:]) * 1e6, statistics.median(host[2:]) * 1e6
