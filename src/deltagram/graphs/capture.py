@@ -5,7 +5,9 @@ it is, which compiles and allocates what it needs, and then recorded. All graphs
 step runs at a time; the largest comes first, and the others fit in what it took.
 """
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -62,6 +64,18 @@ class Piecewise:
         graph.capture_end()
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Garbage may hold graphs or pinned memory, of an engine that was dropped, and freeing these breaks a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class StepGraphs:
     """The captured steps of every bucket there is: `run` on the inputs that `fill` brings to their places.
 
@@ -87,7 +101,8 @@ class StepGraphs:
             torch.cuda.synchronize(self.device)
             free = torch.cuda.mem_get_info(self.device)[0]
             step = Piecewise(pool)
-            step.record(lambda bucket=bucket: self.run(bucket))  # type: ignore[misc]
+            with _no_collection():
+                step.record(lambda bucket=bucket: self.run(bucket))  # type: ignore[misc]
             torch.cuda.synchronize(self.device)
             self.bytes += max(free - torch.cuda.mem_get_info(self.device)[0], 0)
             if budget is not None and self.bytes > budget:
