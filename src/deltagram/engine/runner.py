@@ -21,7 +21,7 @@ from deltagram.engine.scheduler import Scheduled
 from deltagram.engine.settings import Resolved
 from deltagram.gdn.core import LayerState
 from deltagram.gdn.state import SlotPool, allocate, draft_rings, ring_length
-from deltagram.graphs.buffers import Report, StepBuffers
+from deltagram.graphs.buffers import IN_FLIGHT, Report, StepBuffers
 from deltagram.graphs.capture import StepGraphs
 from deltagram.kernels.commit_tokens import commit_tokens
 from deltagram.kernels.place_drafts import place_drafts
@@ -101,6 +101,7 @@ class Runner:
         self._copied: torch.cuda.Event | None = None  # when what a row's owner staged has been copied
         self.stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
+            self._done = [torch.cuda.Event() for _ in range(IN_FLIGHT)]  # one a step, in turn
             self.stream = torch.cuda.Stream(self.device, priority=-1)
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
             vocab = model.config.vocab_size
@@ -240,8 +241,9 @@ class Runner:
         reported = None
         if any(request.params.logprobs is not None for request in scheduled.requests):
             reported = Reported(*self.buffers.bring())
-        report = self.buffers.report()
-        return Launched(scheduled, report, reported, self.stream.record_event(), num_eager)
+        report, done = self.buffers.report(), self._done[self.buffers.filled % IN_FLIGHT]
+        done.record(self.stream)
+        return Launched(scheduled, report, reported, done, num_eager)
 
     def _admit(self, request: Request) -> None:
         self.history.admit(request.slot, request.tokens)

@@ -28,11 +28,14 @@ class StepBuffers:
 
         width = 2 + max_draft
         self.packed = torch.zeros(max_packed, dtype=torch.int32, device=device)
-        self._given = host(max_packed, torch.int32)
+        self._given = list(host(max_packed, torch.int32))
+        self._given_arrays = [turn.numpy() for turn in self._given]
         size = max_sequences * width
         self._wide = 2 * (1 + 2 * max_chains)  # int64 come first
         self._report = torch.zeros(self._wide + size, dtype=torch.int32, device=device)
-        self._reports = host(len(self._report) + len(self._report) % 2, torch.int32)
+        reports = host(len(self._report) + len(self._report) % 2, torch.int32)
+        self._reports = [turn[: len(self._report)] for turn in reports]  # views cost a step more than what is copied
+        self._report_arrays = [turn.numpy() for turn in self._reports]
         wide = self._report[: self._wide].view(torch.int64)
         self.steps, self.times = wide[:1], wide[1:].view(max_chains, 2)
         self.tokens = self._report[self._wide :].view(max_sequences, width)
@@ -42,9 +45,9 @@ class StepBuffers:
 
     def fill(self, packed: npt.NDArray[np.int32]) -> None:
         """Bring a step's packed table to the device. The host does not wait."""
-        turn = self._given[self.filled % IN_FLIGHT]
-        turn.numpy()[: len(packed)] = packed
-        self.packed[: len(packed)].copy_(turn[: len(packed)], non_blocking=True)
+        turn = self.filled % IN_FLIGHT
+        self._given_arrays[turn][: len(packed)] = packed
+        self.packed.copy_(self._given[turn], non_blocking=True)  # all of it: a few kilobytes, and no view to make
         self.filled += 1
 
     def start_over(self) -> None:
@@ -68,21 +71,21 @@ class StepBuffers:
 
     def report(self) -> "Report":
         """Copy the report of the step that was filled last to the host, for whoever waits for the copy."""
-        host = self._reports[(self.filled - 1) % IN_FLIGHT][: len(self._report)]
-        host.copy_(self._report, non_blocking=True)
-        return Report(host, self.filled, self._wide, self.tokens.shape)
+        turn = (self.filled - 1) % IN_FLIGHT
+        self._reports[turn].copy_(self._report, non_blocking=True)
+        return Report(self._report_arrays[turn], self.filled, self._wide, self.tokens.shape)
 
 
 class Report:
     """A step's report in host memory, once it has come there."""
 
-    def __init__(self, host: Tensor, step: int, wide: int, shape: torch.Size) -> None:
-        self._wide, self._narrow = host[:wide].view(torch.int64), host[wide:].view(shape)
+    def __init__(self, host: npt.NDArray[np.int32], step: int, wide: int, shape: torch.Size) -> None:
+        self._wide, self._narrow = host[:wide].view(np.int64), host[wide:].reshape(shape)
         self._step = step
 
     def waits(self) -> list[int]:
         """Nanoseconds that each memory layer waited for its chain; below 0, how long the chain was ready before."""
-        return [ready - asked for ready, asked in self._wide[1:].view(-1, 2).tolist()]
+        return [ready - asked for ready, asked in self._wide[1:].reshape(-1, 2).tolist()]
 
     def tokens(self) -> list[list[int]]:
         """The tokens of each sequence. Raises RuntimeError for a report that is another step's: a buffer was not
