@@ -1,18 +1,27 @@
 """Chains that run ahead of the layers give the bits of chains run where they are read."""
 
-import itertools
+import dataclasses
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from deltagram import LLM, SamplingParams
+from deltagram.engine.engine import Engine
 from deltagram.step import segments
+from deltagram.step.buckets import Ladder
 from deltagram.testing.checkpoints import TINY_SHAPES, write_tiny_checkpoint
 
 pytestmark = pytest.mark.gpu
 PLACEMENTS = ["device", "host", "shared", "disk", "cached:64KiB:host"]
+SIZES = (1, 2, 3, 6, 16, 48, 63, 64, 65, 96, 128, 200, 384)
+K = 5
+LADDER = Ladder((1, 2, 3, 6, 8, 12, 16, 24), (8, 16, 32, 48, 64, 72, 96, 128, 200, 256, 400), 4, K)
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, logprobs=5, ignore_eos=True)
+# Two tokens in any order: text that prompt lookup finds again, now and then rightly.
+NARROW = SamplingParams(max_tokens=24, temperature=1.5, logprobs=5, ignore_eos=True, logit_bias={5: 60.0, 9: 60.0})
 
 
 @pytest.fixture(scope="module")
@@ -20,29 +29,46 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "memory", **TINY_SHAPES["qwen4_exp_packed"])
 
 
-def logits(folder: Path, placement: str, run_ahead: bool, sizes: list[int]) -> list[torch.Tensor]:
-    settings = {"ngram_placement": placement, "run_ahead": run_ahead, "max_num_tokens": 400, "max_num_sequences": 4}
-    llm = LLM(folder, device="cuda", dtype="bfloat16", max_context=512, **settings)
+def loaded(folder: Path, placement: str) -> LLM:
+    sizes: dict[str, Any] = {"max_num_tokens": 400, "max_num_sequences": 4, "max_context": 512}
+    return LLM(folder, device="cuda", dtype="bfloat16", eager=True, ngram_placement=placement, **sizes)
+
+
+def logprobs(llm: LLM, run_ahead: bool) -> list[list[list[float]]]:
+    """By size of the prompt: the likeliest tokens' log-probabilities after each token that three requests sample. One
+    of them drafts what its text repeats, and samples it often enough."""
+    changes: dict[str, Any] = {"eager": False, "run_ahead": run_ahead, "speculation": "prompt_lookup"}
+    settings = dataclasses.replace(llm.settings, num_draft=K, adaptive_drafts=False, **changes)
+    engine = Engine(llm.engine.model, settings, buckets=LADDER)
     generator = torch.Generator().manual_seed(0)
     made = []
-    for size in sizes:
-        tokens = torch.randint(3, llm.config.vocab_size, (size,), generator=generator).tolist()
-        params = SamplingParams(max_tokens=6, temperature=0.0, logprobs=5, ignore_eos=True)
-        output = llm.generate([tokens, tokens[: size // 2 + 1]], params)
-        entries = [entry for each in output for entry in each.outputs[0].logprobs or ()]
-        made.append(torch.tensor([[logprob for _, logprob in entry.top] for entry in entries]))
-    assert llm.stats.eager_segments == 0
-    llm.engine.scheduler.check_empty()
+    for size in SIZES:
+        text = torch.randint(3, llm.config.vocab_size, (size,), generator=generator).tolist()
+        asked = [(text, GREEDY), (text[: size // 2 + 1], GREEDY), ((text[:9] * size)[:size], NARROW)]
+        requests = [engine.add_request(prompt, params, size) for prompt, params in asked]
+        entries: dict[int, list[float]] = {request.id: [] for request in requests}
+        while engine.has_work:
+            for delta in engine.step():
+                assert delta.error is None, delta.error
+                entries[delta.request.id] += [each for entry in delta.logprobs for _, each in entry.top]
+        made.append(list(entries.values()))
+    stats = engine.stats
+    assert stats.eager_segments == 0 and stats.drafted_tokens > 200 and stats.accepted_tokens > 50
+    assert {record["kind"] for record in stats.steps} == {"prefill", "decode", "mixed"}
+    engine.scheduler.check_empty()
     return made
 
 
 def test_ngram_chain_run_ahead_matches_inline(folder: Path) -> None:
-    sizes = [1, 2, 6, 48, 96, 384]
-    expected = logits(folder, "device", False, sizes)
-    for placement, ahead in itertools.product(PLACEMENTS, (True, False)):
-        made = logits(folder, placement, ahead, sizes)
-        for size, ours, theirs in zip(sizes, made, expected, strict=True):
-            assert torch.equal(ours, theirs), (placement, ahead, size)
+    """Bit by bit, in every kind of step: prompts, tokens beside them, tokens alone, and drafts that are verified."""
+    expected = None
+    for placement in PLACEMENTS:
+        llm = loaded(folder, placement)
+        for ahead in (False, True):
+            made = logprobs(llm, ahead)
+            expected = expected or made
+            for size, ours, theirs in zip(SIZES, made, expected, strict=True):
+                assert ours == theirs, (placement, ahead, size)
 
 
 def test_chains_are_joined_when_a_layer_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
