@@ -1,13 +1,14 @@
 """What speculation costs and gains.
 
-    python benchmarks/speculation.py cpu     prompt lookup with the shipped model: its own text, and repeated text
+    python benchmarks/speculation.py cpu     prompt lookup with the shipped model: its own text, and repeated text;
+                                             --head FOLDER: and the draft head of a copy of it that has one
     python benchmarks/speculation.py gpu     the 4B shape, captured: a verify step beside a decode step, tokens a second
                                              with a synthetic acceptance of 3.5 tokens a step of 1 + 5 beside none, and
                                              the bytes of state that a step writes
 
 Writes results/speculation_cpu.json or speculation_cuda.json. Random weights say nothing about what a drafter is worth,
-so on a GPU the acceptance is given. On a CPU off and on take turns, and each step counts with the median time of its
-size.
+so on a GPU the acceptance is given. On a CPU all take turns, and each step counts with the first quartile of its
+size's times: what held it up beyond that was something else on the machine.
 """
 
 import argparse
@@ -32,43 +33,53 @@ K, MEAN, CONTEXT = 5, 3.5, 128
 PROMPTS = ("It is a truth universally acknowledged, that", "In the beginning", "Call me", "The heart of the matter")
 
 
-def cpu(rounds: int) -> dict[str, Any]:
-    """Seconds of the same generation without and with prompt lookup."""
-    off = LLM(device="cpu", max_num_sequences=1)
-    on = LLM(device="cpu", max_num_sequences=1, speculation="prompt_lookup", num_draft=K)
+def quick(ms: list[float]) -> float:
+    return statistics.quantiles(ms, n=4, method="inclusive")[0] if len(ms) > 1 else ms[0]
+
+
+def cpu(rounds: int, head: str | None) -> dict[str, Any]:
+    """Steps of the same generation without drafts, with prompt lookup, and with the draft head of a checkpoint that
+    is the shipped model otherwise."""
+    llms = {"off": LLM(device="cpu", max_num_sequences=1)}
+    llms["prompt lookup"] = LLM(device="cpu", max_num_sequences=1, speculation="prompt_lookup", num_draft=K)
+    for k in (1, 2, 3) if head else ():
+        options: dict[str, Any] = {"speculation": "mtp", "num_draft": k}
+        llms[f"draft head, k = {k}"] = LLM(head, device="cpu", max_num_sequences=1, adaptive_drafts=False, **options)
+    if head:
+        llms["draft head, adaptive"] = LLM(head, device="cpu", max_num_sequences=1, **options)
     own = SamplingParams(max_tokens=160, temperature=0.8, seed=1, ignore_eos=True)
-    passage = off.generate(PROMPTS[0], SamplingParams(max_tokens=60, temperature=0.8, seed=2, ignore_eos=True))
+    passage = llms["off"].generate(PROMPTS[0], SamplingParams(max_tokens=60, temperature=0.8, seed=2, ignore_eos=True))
     repeated = (PROMPTS[0] + passage[0].outputs[0].text + "\n") * 3 + PROMPTS[0]
     copied = SamplingParams(max_tokens=120, temperature=0.0, ignore_eos=True)
     results: dict[str, Any] = {}
     for name, prompts, params in (("its own text", PROMPTS, own), ("repeated text", (repeated,), copied)):
-        steps: dict[str, dict[str, list[float]]] = {"off": {}, "on": {}}
-        seconds: dict[str, list[float]] = {"off": [], "on": []}
-        before = on.stats.drafted_tokens, on.stats.accepted_tokens
+        steps: dict[str, dict[str, list[float]]] = {label: {} for label in llms}
+        before = {label: (llm.stats.drafted_tokens, llm.stats.accepted_tokens) for label, llm in llms.items()}
         for turn in range(rounds):
-            texts: dict[str, list[tuple[int, ...]]] = {}
-            for label, llm in (("off", off), ("on", on)) if turn % 2 else (("on", on), ("off", off)):
-                llm.stats.steps.clear()
-                began = time.perf_counter()
-                texts[label] = [llm.generate(prompt, params)[0].outputs[0].token_ids for prompt in prompts]
-                seconds[label].append(time.perf_counter() - began)
-                for step in llm.stats.steps:
-                    steps[label].setdefault(f"{step['kind']} of {step['tokens']}", []).append(step["ms"])
-            assert texts["off"] == texts["on"], "the tokens are the same"
-        drafted, accepted = on.stats.drafted_tokens - before[0], on.stats.accepted_tokens - before[1]
-        typical = {label: sum(len(ms) * statistics.median(ms) for ms in each.values()) for label, each in steps.items()}
-        assert on.engine.speculation is not None
-        results[name] = {
-            "speedup": typical["off"] / typical["on"],
-            "seconds of rounds": seconds,
-            "steps and their median ms": {
-                label: {size: (len(ms), statistics.median(ms)) for size, ms in sorted(each.items())}
-                for label, each in steps.items()
-            },
-            "drafted a token": drafted / rounds / sum(len(each) for each in texts["on"]),
-            "accepted of drafted": accepted / max(drafted, 1),
-            "price of a draft": on.engine.speculation.cost.price(1),
-        }
+            texts: dict[str, list[tuple[int, ...]]] = {label: [] for label in llms}
+            for prompt in prompts:
+                for label, llm in list(llms.items())[:: 1 if turn % 2 else -1]:
+                    llm.stats.steps.clear()
+                    texts[label].append(llm.generate(prompt, params)[0].outputs[0].token_ids)
+                    for step in llm.stats.steps:
+                        steps[label].setdefault(f"{step['kind']} of {step['tokens']}", []).append(step["ms"])
+            assert all(each == texts["off"] for each in texts.values()), "the tokens are the same"
+        typical = {label: sum(len(ms) * quick(ms) for ms in each.values()) for label, each in steps.items()}
+        results[name] = {}
+        for label, llm in llms.items():
+            results[name][label] = {
+                "steps and their ms": {size: (len(ms), quick(ms)) for size, ms in sorted(steps[label].items())},
+            }
+            if llm.engine.speculation is None:
+                continue
+            drafted = llm.stats.drafted_tokens - before[label][0]
+            accepted = llm.stats.accepted_tokens - before[label][1]
+            results[name][label] |= {
+                "speedup": typical["off"] / typical[label],
+                "drafted a token": drafted / rounds / sum(len(each) for each in texts[label]),
+                "accepted of drafted": accepted / max(drafted, 1),
+                "price of a draft": llm.engine.speculation.cost.price(1),
+            }
         print(name, results[name], flush=True)
     return results
 
@@ -188,8 +199,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("where", choices=("cpu", "gpu"))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--head", help="checkpoint folder: tools/train_draft_head.py's output over the shipped model")
     arguments = parser.parse_args()
     if arguments.where == "cpu":
-        print(save("speculation_cpu", cpu(arguments.rounds)))
+        print(save("speculation_cpu", cpu(arguments.rounds, arguments.head)))
     else:
         print(save("speculation_cuda", gpu()))
