@@ -154,7 +154,7 @@ class Watchdog:
         fields["left"][at] = time.monotonic()
 
     def ends_when(self, ended: Callable[[], bool], at: tuple[int, int, int]) -> None:
-        """The collective whose record is at `at` has only been enqueued; it ends when `ended()`, which must not wait."""
+        """The collective whose record is at `at` is only enqueued; it ends when `ended()`, which must not wait."""
         self.fields["left"][at] = 0.0
         self._pending.append((ended, at))
 
@@ -209,9 +209,6 @@ class Watchdog:
             while self._pending and self._pending[0][0]():
                 self.fields["left"][self._pending.pop(0)[1]] = time.monotonic()
             if self._in_trouble():
-                known = [bytes(report).decode() for report in self.fields["report"] if report]
-                self.report = known[0] if known else diagnose(self.states())
-                self.fields["report"][self.rank] = self.report.encode()[:2000]
                 self._give_up()
                 return
 
@@ -230,15 +227,21 @@ class Watchdog:
         return False
 
     def _give_up(self) -> None:
-        assert self.report is not None
+        end = threading.Timer(GRACE, os._exit, (EXIT_CODE,))
+        end.daemon = True
+        end.start()  # before anything that can fail: the process ends whatever comes of the rest
+        known = [bytes(report).decode() for report in self.fields["report"] if report]
+        self.report = known[0] if known else diagnose(self.states())
+        self.fields["report"][self.rank] = self.report.encode()[:2000]
         lines = [f"rank {self.rank}: {self.report}", *(f"  {line}" for line in self._ring())]
-        os.write(2, ("\n".join(lines) + "\n").encode())
-        faulthandler.dump_traceback(2, all_threads=True)
-        for abort in self._aborts:
-            threading.Thread(target=abort, name="abort", daemon=True).start()
-        self.on_hang(self.report)
-        time.sleep(GRACE)
-        os._exit(EXIT_CODE)
+        try:
+            os.write(2, ("\n".join(lines) + "\n").encode())
+            faulthandler.dump_traceback(2, all_threads=True)
+        finally:  # stderr may be closed
+            for abort in self._aborts:
+                threading.Thread(target=abort, name="abort", daemon=True).start()
+            self.on_hang(self.report)
+        end.join()  # so that `close` does not let this rank leave as if in good order
 
     def _ring(self) -> list[str]:
         """This rank's last collectives, the oldest first."""
