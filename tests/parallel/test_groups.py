@@ -1,13 +1,16 @@
 """Joining a group, deciding for it, and what is refused: by every rank, in the same words."""
 
+import re
+import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from deltagram.parallel import groups
 from deltagram.parallel.groups import Communicator, DisagreementError, Group, Place, device_of, number_of
-from deltagram.parallel.launch import environment
+from deltagram.parallel.launch import environment, free_port
 from deltagram.parallel.shared_memory import shared_memory
 from deltagram.step.plan import Bucket, Entry, Kind, StepPlan
 from deltagram.testing.ranks import Ranks
@@ -104,6 +107,29 @@ def test_the_environment_says_who_a_process_is(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="4 ranks of which 2 are on this machine; expected all of them on one"):
         Place.from_environment()
+
+
+@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
+def test_ranks_that_do_not_come_are_counted_by_those_that_do(monkeypatch, ranks):
+    """Of three; where rank 0, who counts, is missing, the others know of themselves alone."""
+    monkeypatch.setattr(groups, "_START", 1.0)
+    for name, value in environment(0, 3, free_port()).items():
+        monkeypatch.setenv(name, value)
+    said = []
+
+    def meet(rank: int) -> None:
+        with pytest.raises(ValueError) as refused:
+            groups._meet(Place(rank, 3))
+        said.append(str(refused.value))
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(said) == len(ranks)
+    wanted = rf"{len(ranks)} of 3 ranks came in \d\.\d s; expected all of them within 1 s"
+    assert all(re.match(wanted, each) for each in said), said
 
 
 def test_a_communicator_belongs_to_one_stream(monkeypatch):

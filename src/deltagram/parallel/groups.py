@@ -6,6 +6,7 @@ collectives has a communicator of its own, for one stream.
 """
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ T = TypeVar("T")
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PATIENCE = timedelta(hours=24)  # idle ranks wait for work; the watchdog is who ends a hang
 _LOOK = timedelta(seconds=0.2)
+_START = 120.0  # seconds that ranks wait for the last of them to come
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13's name, and before
 
 
@@ -230,15 +232,45 @@ class Communicator:
 def join(device: str = "cpu", deadline: float = 10.0) -> Group:
     """Join the group that the environment describes, at start-up. Returns once every rank has.
 
-    device: see `device_of`. Raises ValueError, on every rank, for more than the machine has.
+    device: see `device_of`. Raises ValueError, on every rank, for more than the machine has, or if a rank is missing.
     """
     place = Place.from_environment()
     chosen = device_of(device, place)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    dist.init_process_group("gloo", rank=place.rank, world_size=place.size, timeout=_PATIENCE)
+    dist.init_process_group("gloo", store=_meet(place), rank=place.rank, world_size=place.size, timeout=_PATIENCE)
     shared_card = chosen.type == "cuda" and torch.device(device).index is not None and place.size > 1
     return Group(place, chosen, shared_card, deadline)
+
+
+def _meet(place: Place) -> dist.Store:
+    """What the ranks of a group know each other by, once all have come. Raises ValueError on those that came if one
+    does not: the watchdog, which looks for missing ones from then on, needs them all."""
+    begun, came = time.monotonic(), 1
+    hosts = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun does it itself
+
+    def absence() -> str:
+        waited = time.monotonic() - begun
+        return f"{came} of {place.size} ranks came in {waited:.1f} s; expected all of them within {_START:g} s"
+
+    try:
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=hosts,
+            timeout=timedelta(seconds=_START),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+        came = store.add("ranks that came", 1)
+        while came < place.size and time.monotonic() < begun + _START:
+            time.sleep(0.05)
+            came = store.add("ranks that came", 0)
+    except dist.DistError as error:  # whoever keeps the count is not there, or has given up
+        raise ValueError(f"{absence()}: {error}") from error
+    if came < place.size:
+        raise ValueError(absence())
+    return store
 
 
 def everywhere(group: Group | None, make: Callable[[], T]) -> T:
