@@ -1,5 +1,6 @@
 """A hang names the rank that is missing, fails what it keeps waiting, and ends every process within seconds."""
 
+import math
 import os
 import re
 import subprocess
@@ -13,13 +14,16 @@ from deltagram.parallel.launch import environment, free_port, launch
 from deltagram.parallel.watchdog import EXIT_CODE, Collective, RankState, diagnose, process_state
 
 RANK, SERVING = (Path(__file__).parent / name for name in ("hanging_rank.py", "serving_rank.py"))
+WITH_REQUESTS, ASLEEP = ("request", "plan"), ("idle", "default", "plan")  # whose culprit's main thread sleeps
 SCENARIOS = {  # the last of the ranks is the culprit; three of them where one is stopped, else two
     "stop": r"rank 2 is missing: its process \d+ is stopped; chain all-gather of step 20 \(plan 0+14\) waits for it",
     "die": r"rank 1 is missing: its process \d+ is gone; chain all-gather of step 20 \(plan 0+14\) waits for it",
     "skip": r"rank 1 is missing: in step 2\d, HangError: it skipped chain all-gather of step 20 .*, which rank 0 "
     r"is in, and entered chain all-gather of step 21",
     "idle": r"rank 1 is missing: it has not entered chain all-gather of step 20, last in chain all-gather of step 19",
+    "default": r"rank 1 is missing: it has not entered chain all-gather of step 20",
     "request": r"rank 1 is missing: its process \d+ is stopped",
+    "plan": r"rank 1 is missing: it has not entered agreement all-gather of step \d+, last in agreement all-gather",
     "helper": r"rank 1 is missing: in step 20, HelperError: helper thread reading rows 0 has died",
 }
 
@@ -32,7 +36,7 @@ def ended():
         port, ranks = free_port(), 3 if scenario == "stop" else 2
         running[scenario] = [
             subprocess.Popen(
-                [sys.executable, str(SERVING if scenario == "request" else RANK), scenario],
+                [sys.executable, str(SERVING if scenario in WITH_REQUESTS else RANK), scenario],
                 env=os.environ | environment(rank, ranks, port) | {"OMP_NUM_THREADS": "1"},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -42,20 +46,25 @@ def ended():
         ]
     ends: dict[subprocess.Popen[str], float] = {}
     processes = [process for group in running.values() for process in group]
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 180
     while len(ends) < len(processes) and time.monotonic() < deadline:
         ends |= {p: time.monotonic() for p in processes if p not in ends and p.poll() is not None}
         for stopped in ("stop", "request"):
             if all(p in ends for p in running[stopped][:-1]):
                 running[stopped][-1].kill()  # as parallel/launch.py does
         time.sleep(0.05)
-    return {scenario: [(p.returncode, *p.communicate(), ends[p]) for p in group] for scenario, group in running.items()}
+    for process in processes:
+        process.kill()  # one that has not ended, which its test says
+    return {
+        scenario: [(p.returncode, *p.communicate(), ends.get(p, math.inf)) for p in group]
+        for scenario, group in running.items()
+    }
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_a_hang_is_named_by_every_rank_that_can_and_ends_it(ended, scenario):
     results = ended[scenario]
-    if scenario == "request":
+    if scenario in WITH_REQUESTS:
         assert "RuntimeError: the step that ran this request failed: HangError: rank 1 is missing" in results[0][1]
     began = float(re.search(r"^began (\S+)", results[-1][1], re.MULTILINE)[1])
     survivors = results[:-1] if scenario in ("stop", "die", "request") else results
@@ -66,8 +75,26 @@ def test_a_hang_is_named_by_every_rank_that_can_and_ends_it(ended, scenario):
         assert f"request failed: {named[1]}" in out
         assert "entered" in err and "Thread 0x" in err and "_rank.py" in err, "its ring and its stacks"
         assert ended_at - began < 15
-        if not (scenario == "idle" and rank == len(results) - 1):  # its main thread sleeps
+        if not (scenario in ASLEEP and rank == len(results) - 1):
             assert "raised H" in out, "the main thread was set free"
+
+
+@pytest.mark.parametrize("broken", ["stderr", "on_hang"])
+def test_a_report_that_cannot_be_made_does_not_keep_the_process_from_ending(broken):
+    code = f"""
+import os, time
+from deltagram.parallel.groups import join
+group = join("cpu", deadline=0.5)
+group.watchdog.on_hang = lambda report: print(report, 1 / {int(broken == "stderr")}, flush=True)
+if {broken!r} == "stderr":
+    os.close(2)
+with group.watchdog.step(0, "0" * 16):
+    time.sleep(60)
+"""
+    variables = os.environ | environment(0, 1, free_port())
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=50)
+    assert done.returncode == EXIT_CODE, done.stderr
+    assert "a step took too long" in (done.stdout if broken == "stderr" else done.stderr)
 
 
 def test_a_report_names_whoever_the_collective_waits_for():

@@ -8,7 +8,7 @@ rows and computes nothing. When no rank has work left, `anyone` is false, on eve
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -78,7 +78,10 @@ class Replicas:
 
     def _gather(self, tokens: int, mixed: bool, has_work: bool, closing: bool = False) -> tuple[int, bool]:
         """The most tokens of any rank, and whether any has prefill."""
-        found = self.group.gather_numbers([tokens, mixed, has_work, closing, number_of(self._history)])
+        numbers = [tokens, mixed, has_work, closing, number_of(self._history)]
+        # Without work ranks wait for some without end; while one has some, the next step is as late as any.
+        with self.group.watchdog.step(self._step, "") if self.anyone else nullcontext():
+            found = self.group.gather_numbers(numbers)
         self.group.check_same([each[-1] for each in found], "history of steps")
         most, any_mixed, anyone, any_closing = (max(each[i] for each in found) for i in range(4))
         self.anyone, self.closing = bool(anyone), self.closing or bool(any_closing)
