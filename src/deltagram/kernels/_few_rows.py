@@ -1,21 +1,23 @@
-"""Products of a few rows with a weight: the weight streams through the chip once, and everything around the product
-rides along.
+"""Products of a few rows with a weight: the weight streams through the chip once, and what follows the product rides
+along.
 
-    y = residual + (scale * x / sqrt(mean(x^2) + eps)) W^T        scale and residual: where given
-    y = silu(gate) * up,  gate | up = the same product            gated: W holds gate's outputs, then up's
+    y = residual + norm(x) W^T                                 norm and residual: where given
+    y = silu(gate) * up,  gate | up = the same product         gated: W holds gate's outputs, then up's
 
-Such a product is bound by the weight's bytes. What decides its time is how many bytes are on their way at any moment,
-so: tiles of a few outputs and many inputs, several of them in flight; the norm's factor, one number a row, is applied
-after the product, so that no pass over x precedes it; and with dependent launch programs are in place before the kernel
-before them has ended, which needs room beside its own: shared memory for two.
+Such a product is bound by the weight's bytes. Two things decide its time. That memory is never idle: with dependent
+launch, programs are in place while the kernel before them runs, and fill their rings with weights before they wait for
+it; x follows, in a ring of its own. And that all multiprocessors have as much to read: a program takes `outputs` and
+`extra` more, so that programs are as many as an H200's multiprocessors, or few less. Where that leaves few outputs,
+warps share the inputs rather than the outputs, and their sums are added at the end.
 
-A row's bits depend on the weight's shape alone: each output sums its inputs in order, in `split` parts that are added
-in order, whoever the other rows are. A row of NaN stays alone.
+A row's bits depend on the weight's shape alone: each output sums its inputs in order, in `parts` that are added in
+order, whoever the other rows are. A row of NaN stays alone.
 
-Shapes: x [T, K] (rows may be strided), weight [N, K] contiguous, scale fp32 [K], residual [T, N] (rows may be strided).
-Returns [T, N], or [T, N / 2] if gated, in x's dtype; sums in fp32, rounded once.
+Shapes: x [T, K] (rows may be strided), weight [N, K] contiguous, residual [T, N] (rows may be strided), K a multiple of
+16. Returns [T, N], or [T, N / 2] if gated, in x's dtype; sums in fp32, rounded once.
 """
 
+# mypy: disable-error-code="assignment"
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -24,178 +26,186 @@ import torch
 from torch import Tensor
 
 from deltagram.kernels._gates import FEW_ROWS
-from deltagram.kernels._norm import Norm
-from deltagram.kernels._triton import Build, dependent_launch, jit, power_of_two, tl
+from deltagram.kernels._gluon import async_copy, gl, gluon_jit, mma_v2
+from deltagram.kernels._norm import Norm, fused_norm
+from deltagram.kernels._triton import Build, dependent_launch, power_of_two
 
 
-@jit(do_not_specialize=["rows"])
+@gluon_jit
+def _outputs(tile, piece, BN, EX, layout):  # type: ignore[no-untyped-def]
+    """Of a tile: its first BN, then its extra ones."""
+    return tile * (BN + EX) + piece * BN + gl.arange(0, EX if piece > 0 else BN, layout)
+
+
+@gluon_jit
+def _fetch(rings, slot, lines, at, known):  # type: ignore[no-untyped-def]
+    """Start copying tiles [parts, lines, inputs] of the inputs `at` [parts, inputs]."""
+    for i in gl.static_range(len(rings)):
+        source = lines[i][None, :, None] + at[:, None, :]
+        async_copy.async_copy_global_to_shared(rings[i].index(slot), source, mask=known)
+
+
+@gluon_jit(do_not_specialize=["rows"])
 def _kernel(  # type: ignore[no-untyped-def]
     x,
     weight,
-    scale,
     residual,
     out,
-    partial,  # fp32 [SPLIT, tiles, BN, BM]
-    arrived,  # [tiles], zero before and after
     rows,
     outputs,
     K,
-    eps,
     x_stride,
     residual_stride,
-    GATED: tl.constexpr,
-    EVEN: tl.constexpr,  # whether tiles of inputs fill a split
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    SPLIT: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    GATED: gl.constexpr,
+    BM: gl.constexpr,
+    BN: gl.constexpr,
+    EX: gl.constexpr,
+    PARTS: gl.constexpr,  # of the inputs; a power of two
+    PART: gl.constexpr,  # inputs of a part of a tile; at least 64
+    STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
+    PDL: gl.constexpr,
 ):
-    tile = tl.program_id(0)
-    n = tile * BN + tl.arange(0, BN)
-    held = tl.minimum(n, outputs - 1)  # past the last output: read one that is there, and drop it
-    m = tl.arange(0, BM)
-    k = tl.arange(0, BK)
-    per = tl.cdiv(tl.cdiv(K, BK), SPLIT) * BK
-    begin = tl.program_id(1) * per
-    end = tl.minimum(begin + per, K)
-    line = weight + held[:, None].to(tl.int64) * K
+    BK: gl.constexpr = PARTS * PART
+    PIECES: gl.constexpr = 2 if EX > 0 else 1
+    ACROSS: gl.constexpr = min(32 // PARTS, PART // 8)
+    copy: gl.constexpr = gl.BlockedLayout([1, 1, 8], [PARTS, 32 // (PARTS * ACROSS), ACROSS], [1, WARPS, 1], [2, 0, 1])
+    shared: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, order=[2, 1, 0])
+    mma: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[2, 0], warps_per_cta=[PARTS, WARPS // PARTS, 1], instr_shape=[1, 16, 8]
+    )
+    read: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, copy))
+    plane: gl.constexpr = gl.SliceLayout(1, copy)
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    summed: gl.constexpr = gl.SliceLayout(0, mma)
+    kind: gl.constexpr = weight.dtype.element_ty
+    tile = gl.program_id(0)
+    part = gl.arange(0, PARTS, gl.SliceLayout(1, plane))
+    k = part[:, None] * PART + gl.arange(0, PART, gl.SliceLayout(0, plane))[None, :]
+
+    lines = ()
+    rings = ()
+    sums = ()
+    for j in gl.static_range(2 * PIECES if GATED else PIECES):
+        n = _outputs(tile, j % PIECES, BN, EX, read)
+        # Past the last output: read one that is there, and drop it.
+        lines = lines + (weight + (gl.minimum(n, outputs - 1).to(gl.int64) + j // PIECES * outputs) * K,)
+        rings = rings + (gl.allocate_shared_memory(kind, [STAGES, PARTS, n.shape[0], PART], shared),)
+        sums = sums + (gl.zeros([PARTS, n.shape[0], BM], gl.float32, mma),)
+    for s in gl.static_range(STAGES - 1):
+        _fetch(rings, s, lines, k + s * BK, (k + s * BK < K)[:, None, :])
+    async_copy.commit_group()
+
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()  # not before: who waits takes room, and has nothing to do yet
-    x_at = x + m[None, :].to(tl.int64) * x_stride + k[:, None]
-    acc = tl.zeros([BN, BM], tl.float32)
-    acc_up = tl.zeros([BN, BM], tl.float32)
-    squares = tl.zeros([BK, BM], tl.float32)
-    for i in tl.range(begin, end, BK, num_stages=STAGES):
-        known = (m < rows)[None, :]
-        if EVEN:
-            w = tl.load(line + (i + k)[None, :])
-        else:
-            known = known & (i + k < end)[:, None]
-            w = tl.load(line + (i + k)[None, :], mask=(i + k < end)[None, :], other=0)
-        value = tl.load(x_at + i, mask=known, other=0)
-        if scale is not None:
-            wide = value.to(tl.float32)
-            squares += wide * wide
-            factor = tl.load(scale + i + k, mask=i + k < end, other=0)
-            value = (wide * factor[:, None]).to(x.dtype.element_ty)
-        acc = tl.dot(w, value, acc)
+        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+    row = gl.arange(0, BM, read)
+    real = (row < rows)[None, :, None]
+    x_lines = (x + row.to(gl.int64) * x_stride,)
+    x_rings = (gl.allocate_shared_memory(kind, [STAGES, PARTS, BM, PART], shared),)
+    for s in gl.static_range(STAGES - 1):
+        _fetch(x_rings, s, x_lines, k + s * BK, real & (k + s * BK < K)[:, None, :])
+        async_copy.commit_group()
+    m = gl.arange(0, BM, gl.SliceLayout(0, summed))[None, :]
+    kept = ()
+    if residual is not None:
+        for j in gl.static_range(PIECES):
+            n = _outputs(tile, j, BN, EX, gl.SliceLayout(1, summed))[:, None]
+            at = residual + m.to(gl.int64) * residual_stride + n
+            kept = kept + (gl.load(at, mask=(n < outputs) & (m < rows), other=0),)
+
+    for i in range(gl.cdiv(K, BK)):
+        async_copy.wait_group(STAGES - 2)
+        value = x_rings[0].index(i % STAGES).permute((0, 2, 1)).load(right)
+        new = ()
+        for j in gl.static_range(len(sums)):
+            new = new + (mma_v2(rings[j].index(i % STAGES).load(left), value, sums[j]),)
+        sums = new
+        ahead = i + STAGES - 1
+        known = (k + ahead * BK < K)[:, None, :]
+        _fetch(rings, ahead % STAGES, lines, k + ahead * BK, known)
+        _fetch(x_rings, ahead % STAGES, x_lines, k + ahead * BK, real & known)
+        async_copy.commit_group()
+
+    for j in gl.static_range(PIECES):
+        y = gl.sum(sums[j], 0)
         if GATED:
-            above = line + outputs.to(tl.int64) * K + (i + k)[None, :]
-            if EVEN:
-                w_up = tl.load(above)
-            else:
-                w_up = tl.load(above, mask=(i + k < end)[None, :], other=0)
-            acc_up = tl.dot(w_up, value, acc_up)
-    last = True
-    if SPLIT > 1:
-        spot = tl.arange(0, BN)[:, None] * BM + m[None, :]
-        mine = partial + tile * (BN * BM)
-        step = tl.num_programs(0) * (BN * BM)
-        tl.store(mine + tl.program_id(1) * step + spot, acc)
-        tl.debug_barrier()  # the program's stores come before its arrival
-        last = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLIT - 1
-        if last:
-            tl.store(arrived + tile, 0)
-            acc = tl.zeros([BN, BM], tl.float32)
-            for part in tl.static_range(SPLIT):
-                acc += tl.load(mine + part * step + spot, cache_modifier=".cg")
-    if last:
-        if scale is not None:
-            rate = (1 / tl.sqrt(tl.sum(squares, 0) / K + eps))[None, :]
-            acc *= rate
-            acc_up *= rate
-        if GATED:
-            acc = acc / (1 + tl.exp(-acc)) * acc_up
-        inside = (n < outputs)[:, None] & (m < rows)[None, :]
+            y = y / (1 + gl.exp(-y)) * gl.sum(sums[j + PIECES], 0)
         if residual is not None:
-            at = residual + m[None, :].to(tl.int64) * residual_stride + n[:, None]
-            acc += tl.load(at, mask=inside, other=0).to(tl.float32)
-        at = out + m[None, :].to(tl.int64) * outputs + n[:, None]
-        tl.store(at, acc.to(out.dtype.element_ty), mask=inside)
+            y += kept[j].to(gl.float32)
+        n = _outputs(tile, j, BN, EX, gl.SliceLayout(1, summed))[:, None]
+        at = out + m.to(gl.int64) * outputs + n
+        gl.store(at, y.to(out.dtype.element_ty), mask=(n < outputs) & (m < rows))
 
 
 class Tile(NamedTuple):
     """A program's part of a weight, and how it goes through it."""
 
     outputs: int
-    inputs: int
-    split: int
-    stages: int
-    warps: int
+    extra: int
+    parts: int
 
 
-def tile_of(outputs: int, inputs: int, gated: bool) -> Tile:
-    """By the weight's shape alone, since it decides the order of sums."""
-    if gated:
-        return Tile(64, 128, 1, 3, 4)
-    if outputs >= 100_000:
-        return Tile(64, 128, 1, 4, 4)
-    if outputs < 4096 and inputs >= 2048:  # few tiles: each is shared by several programs
-        return Tile(64, 128, 2, 5, 4) if outputs > 2048 else Tile(64, 128, 4, 3, 4)
-    return Tile(64, 128, 1, 5, 4) if inputs <= 1024 else Tile(128, 128, 1, 3, 4)
+WARPS = 4
+PART = 128
+MULTIPROCESSORS = 132  # of an H200; the same for all GPUs, since it decides the order of sums
+RINGS = 135_000  # bytes of a multiprocessor's shared memory
+
+
+TILES = ((64, 0), (64, 8), (64, 16), (64, 32), (32, 0), (32, 8), (32, 16), (16, 0), (16, 8))
+
+
+def tile_of(outputs: int) -> Tile:
+    """The tile whose busiest multiprocessor has least to read, with 8 rows of x for each tile: by the weight's shape
+    alone, since its parts decide the order of sums."""
+
+    def busiest(size: tuple[int, int]) -> int:
+        return -(-outputs // (sum(size) * MULTIPROCESSORS)) * (sum(size) + 8)
+
+    width, extra = min(TILES, key=busiest)
+    return Tile(width, extra, 64 // width)
 
 
 def few_rows(x: Tensor) -> bool:
     """Whether a product with x's rows [T, K] is one for this file."""
-    return 0 < len(x) <= FEW_ROWS and x.dtype in (torch.bfloat16, torch.float16)
-
-
-_ARRIVED: dict[tuple[int, int], Tensor] = {}
-
-
-def _counters(weight: Tensor, tiles: int) -> Tensor:
-    """The arrival counters of a weight's tiles, which every launch leaves at zero: one set a weight, so that products
-    of different weights may run side by side."""
-    key = weight.data_ptr(), tiles
-    if key not in _ARRIVED:
-        assert not torch.cuda.is_current_stream_capturing(), "a product runs once before it is captured"
-        _ARRIVED[key] = torch.zeros(tiles, dtype=torch.int32, device=weight.device)
-    return _ARRIVED[key]
+    return 0 < len(x) <= FEW_ROWS and x.dtype in (torch.bfloat16, torch.float16) and x.shape[1] % 16 == 0
 
 
 def product(
     x: Tensor, weight: Tensor, norm: Norm | None = None, residual: Tensor | None = None, gated: bool = False
 ) -> Tensor:
-    """See the file's docstring."""
+    """See the file's docstring. The norm is a launch of its own."""
+    x = x if norm is None else fused_norm(x, *norm)
     rows, inputs = x.shape
+    x_stride = x.stride(0) if rows > 1 else inputs
+    if x_stride % 16 or x.data_ptr() % 16:  # what is copied starts at a multiple of 16 bytes
+        x, x_stride = x.clone(memory_format=torch.contiguous_format), inputs
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-    tile = tile_of(outputs, inputs, gated)
     assert x.stride(1) == 1 and weight.is_contiguous() and (residual is None or residual.stride(1) == 1)
-    assert tile.split == 1 or (norm is None and not gated)
     out = x.new_empty(rows, outputs)
-    tiles, padded = -(-outputs // tile.outputs), power_of_two(rows, 16)
-    partial = arrived = None
-    if tile.split > 1:
-        partial = x.new_empty(tile.split * tiles * tile.outputs * padded, dtype=torch.float32)
-        arrived = _counters(weight, tiles)
-    scale, eps = norm if norm is not None else (None, 0.0)
-    pdl = dependent_launch(x)
-    _kernel[(tiles, tile.split)](
-        x, weight, scale, residual, out, partial, arrived, rows, outputs, inputs, eps, x.stride(0),
-        residual.stride(0) if residual is not None else 0, **_constants(tile, inputs, padded, gated), PDL=pdl,
-        num_warps=tile.warps, launch_pdl=pdl,
+    tile, pdl = tile_of(outputs), dependent_launch(x)
+    _kernel[(-(-outputs // (tile.outputs + tile.extra)),)](
+        x, weight, residual, out, rows, outputs, inputs, x_stride, residual.stride(0) if residual is not None else 0,
+        **_constants(tile, inputs, power_of_two(rows, 8), gated), PDL=pdl, num_warps=WARPS, launch_pdl=pdl,
     )  # fmt: skip
     return out
 
 
 def _constants(tile: Tile, inputs: int, padded: int, gated: bool) -> dict[str, object]:
-    sizes = {"BM": padded, "BN": tile.outputs, "BK": tile.inputs}
-    how = {"SPLIT": tile.split, "STAGES": tile.stages}
-    return {"GATED": gated, "EVEN": inputs % tile.inputs == 0, **sizes, **how}
+    stage = ((tile.outputs + tile.extra) * (2 if gated else 1) + padded) * tile.parts * PART * 2
+    stages = max(2, min(RINGS // stage, -(-inputs // (tile.parts * PART)) + 1))
+    sizes = {"BM": padded, "BN": tile.outputs, "EX": tile.extra, "PARTS": tile.parts, "PART": PART}
+    return {"GATED": gated, **sizes, "STAGES": stages, "WARPS": WARPS}
 
 
 def product_builds(gated: bool) -> list[Build]:
     builds = []
-    for outputs, inputs, rows, norm, residual in ((12352, 2560, 16, True, False), (2560, 4096, 64, False, True)):
-        tile = tile_of(outputs, inputs, gated)
+    for outputs, inputs, rows, residual in ((9216, 2560, 8, False), (12352, 2560, 16, False), (2560, 9216, 16, True)):
         types = dict.fromkeys(("x", "weight", "residual", "out"), "*bf16")
-        types |= {"scale": "*fp32", "partial": "*fp32", "arrived": "*i32", "eps": "fp32"}
         types |= dict.fromkeys(("rows", "outputs", "K", "x_stride", "residual_stride"), "i32")
-        absent = {"scale": None} if not norm else {}
-        absent |= {"residual": None} if not residual else {}
-        absent |= {"partial": None, "arrived": None} if tile.split == 1 else {}
-        builds.append(Build(_kernel, types, _constants(tile, inputs, rows, gated) | absent, {"num_warps": tile.warps}))
+        constants = _constants(tile_of(outputs), inputs, rows, gated) | ({} if residual else {"residual": None})
+        builds.append(Build(_kernel, types, constants, {"num_warps": WARPS}))
     return builds

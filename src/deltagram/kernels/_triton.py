@@ -54,6 +54,7 @@ def compile_ahead(build: Build, capability: int) -> Any:
     """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     names = build.kernel.arg_names
     constants = dict(build.constants) | ({"PDL": capability >= 90} if "PDL" in names else {})
@@ -63,7 +64,8 @@ def compile_ahead(build: Build, capability: int) -> Any:
         for i, parameter in enumerate(build.kernel.params)
         if signature[parameter.name][0] in "*i" and not parameter.do_not_specialize
     ]
-    source = ASTSource(build.kernel, signature, constants, {i: [["tt.divisibility", 16]] for i in aligned})
+    kind = GluonASTSource if build.kernel.is_gluon() else ASTSource
+    source = kind(build.kernel, signature, constants, {i: [["tt.divisibility", 16]] for i in aligned})
     return compile(source, target=GPUTarget("cuda", capability, 32), options=dict(build.options))
 
 

@@ -90,8 +90,11 @@ def _launch(
 ) -> Tensor:
     first, second = dense(gate_up, x), dense(down, x)
     if few_rows(x):
-        return product(product(x, first, norm, gated=True), second, residual=residual)
-    y = _gate(F.linear(x if norm is None else fused_norm(x, *norm), first))
+        y = product(x, first, norm, gated=True)
+    else:
+        y = _gate(F.linear(x if norm is None else fused_norm(x, *norm), first))
+    if few_rows(y):
+        return product(y, second, residual=residual)
     return F.linear(y, second) if residual is None else torch.addmm(residual, y, second.t())
 
 

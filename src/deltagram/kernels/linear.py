@@ -6,8 +6,8 @@ On a CPU, a packed weight's product has bits that do not depend on the number of
 inputs in order, whatever rows are beside a row, and reads bf16 weights as they are: a model trained in bf16 that
 computes in fp32 moves half the bytes a product in fp32 would.
 
-On a GPU, up to FEW_ROWS rows are one launch of the kernel in _few_rows.py, whose bits do not depend on the other rows;
-more, and fp32, are the library's product behind the norm of _norm.py.
+On a GPU, up to FEW_ROWS rows are a launch of the kernel in _few_rows.py, whose bits do not depend on the other rows;
+more, fp32, and inputs that are no multiple of 16, are the library's product. A norm is a launch before either.
 
 Shapes: x [T, inputs] (rows may be strided), weight [outputs, inputs], a Packed (see _packed.py) or a tensor of x's
 dtype, norm (scale fp32 [inputs], eps), residual [T, outputs]. Returns [T, outputs] in x's dtype, whose rows may be

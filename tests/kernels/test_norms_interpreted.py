@@ -1,4 +1,4 @@
-"""Products of few rows under Triton's interpreter, on any machine that has Triton."""
+"""Norms and the gate of an MLP under Triton's interpreter, on any machine that has Triton."""
 
 import importlib.util
 import os
@@ -10,8 +10,8 @@ import pytest
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton (no GPU)")
-def test_products_read_what_they_should() -> None:
-    script = Path(__file__).parent / "few_rows_interpreted.py"
+def test_kernels_read_what_they_should() -> None:
+    script = Path(__file__).parent / "norms_interpreted.py"
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,0 +1,15 @@
+"""The part of Triton whose layouts, shared memory and copies are spelled out, for kernels that must decide when a copy
+starts. Like _triton.py, it imports without Triton. Triton's interpreter does not run such kernels."""
+
+from __future__ import annotations
+
+from deltagram.kernels._triton import jit
+
+try:
+    from triton.experimental.gluon import jit as gluon_jit
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+except ImportError:
+    gluon_jit, gl, async_copy, mma_v2 = jit, None, None, None
+
+__all__ = ["async_copy", "gl", "gluon_jit", "mma_v2"]
