@@ -3,17 +3,21 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from deltagram import LLM, SamplingParams
-from deltagram.engine.replicas import Replicas
+from deltagram.engine.replicas import Replicas, _agree_on_crossover
 from deltagram.engine.scheduler import Scheduled
-from deltagram.parallel.groups import Group
+from deltagram.ngram.stores import HostStore
+from deltagram.parallel.groups import DisagreementError, Group
 from deltagram.step.buckets import Ladder
 from deltagram.step.plan import Entry, Kind, StepPlan
+from deltagram.testing.alone import text_of
 from deltagram.testing.checkpoints import write_tiny_checkpoint
+from deltagram.testing.ngram import FORMATS
 from deltagram.testing.ranks import Ranks
 
 PROMPTS = ["the cat sat on the mat", "aaaa" * 40, "x", "once upon a time", "to be or not", "gram", "delta " * 15, "end"]
@@ -89,6 +93,78 @@ def test_replicas_generate_the_tokens_of_one_process(ranks, folder, alone, setti
             way = settings.get("ngram_split", "heads")
             said = f"the memory tables are split by {way} over {size} ranks; exchange: {settings['ngram_exchange']}"
             assert notes[-1] == said
+
+
+DRAFTING = {"dtype": "float32", "max_context": 256, "max_num_sequences": 3}
+DRAFTERS = [
+    {"speculation": "mtp", "ngram_exchange": "peer"},
+    {"speculation": "prompt_lookup", "ngram_exchange": "collective", "ngram_split": "rows"},
+]
+
+
+def completed(llm: LLM, rank: int) -> list[tuple[int, ...]]:
+    """What prompts that begin alike, other ones on every rank, are completed by; the last of it repeats itself."""
+    prompts = [[*text_of(128, 3), *text_of(5 + i, 10 * rank + i)] for i in range(3)] + [[*text_of(3, rank)] * 20]
+    two_tokens = SamplingParams(max_tokens=20, temperature=0.8, seed=3, logit_bias={5: 50.0, 6: 50.0})
+    asked = params(True), params(False), two_tokens
+    return [c.outputs[0].token_ids for each in asked for c in llm.generate(prompts, each)]
+
+
+def drafted(group: Group, folder: Path, settings: dict[str, str]) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Token ids; and how many tokens were drafted, how many of them accepted, and how many prefixes found."""
+    llm = LLM(folder, group=group, adaptive_drafts=False, prefix_cache_bytes=1 << 22, **DRAFTING, **settings)
+    tokens = completed(llm, group.rank)
+    if group.rank == 0:
+        llm.close()
+    else:
+        assert not llm.assist()
+    return tokens, [llm.stats.drafted_tokens, llm.stats.accepted_tokens, llm.stats.prefix_hits]
+
+
+def test_replicas_that_draft_and_find_prefixes_generate_the_tokens_of_one_process_that_does_neither(tmp_path):
+    write_tiny_checkpoint(tmp_path, mtp=True)
+    llm = LLM(tmp_path, device="cpu", **DRAFTING)
+    wanted = [completed(llm, rank) for rank in range(2)]
+    with Ranks(2) as ranks:
+        for settings in DRAFTERS:
+            found = ranks.run(drafted, tmp_path, settings)
+            assert [tokens for tokens, _ in found] == wanted, settings
+            assert all(all(counts) for _, counts in found), (settings, found)
+
+
+def disagree(group: Group) -> str:
+    """What is said where rank 1 has agreed on other things before."""
+    replicas = Replicas(group, None)
+    replicas.agree(None, False, None)
+    if group.rank == 1:
+        replicas._history = "1" * 16
+    try:
+        replicas.agree(None, False, None)
+    except DisagreementError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_have_agreed_on_other_things_are_told_before_they_step(ranks):
+    said = "rank 1 has another history of steps than rank 0; nothing of it was run"
+    assert ranks.run(disagree) == [said] * len(ranks.pipes)
+
+
+def crossovers(group: Group) -> tuple[list[int], int]:
+    """Of two tables in host memory, one of them cached and one of whom it is known: what is agreed on, and how often
+    this rank measured, which finds something else on every rank."""
+    measured = []
+    host, known = (HostStore(4, FORMATS["ue8m0"], torch.device("cpu"), crossover) for crossover in (None, 7))
+    for store in (host, known):
+        store.by_host = object()  # as on a card
+        store.measure_crossover = lambda: measured.append(1) or 100 + group.rank  # type: ignore[method-assign]
+    _agree_on_crossover([SimpleNamespace(below=host), known], group)  # type: ignore[list-item]
+    return [host.crossover, known.crossover], len(measured)
+
+
+def test_rank_0_measures_for_all_which_lookups_are_gathered(ranks):
+    others = len(ranks.pipes) - 1
+    assert ranks.run(crossovers) == [([100, 7], 1), *[([100, 7], 0)] * others]
 
 
 def agreed_buckets(group: Group) -> list[str]:

@@ -3,9 +3,11 @@
 import itertools
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deltagram.parallel.lamport import FOOTPRINT, blocks_beside
 from deltagram.parallel.residency import (
     H200,
     DeviceResources,
@@ -57,6 +59,21 @@ def test_a_small_spinner_on_every_multiprocessor_leaves_no_room_for_a_block_that
 def test_a_block_larger_than_a_multiprocessor_never_fits():
     large = Footprint(128, 0, H200.shared_memory + 1)
     assert not fits(H200, [Spinner("large", 1, large)]) and co_residency_budget(H200, large) == 0
+
+
+@pytest.mark.parametrize("ranks, blocks", [(2, 61), (4, 28), (8, 12)])
+def test_what_ran_20000_rounds_on_an_h200_is_what_ranks_on_one_card_are_given(monkeypatch, ranks, blocks):
+    """Each beside the main streams of all: see co_residency.py."""
+    card = torch.device("cuda")
+    monkeypatch.setattr(DeviceResources, "of", staticmethod(lambda device: H200))
+    main = [Spinner(f"main stream {rank}", 4, FOOTPRINT) for rank in range(ranks)]
+    assert blocks_beside(card, main, ranks) == blocks
+    spinners = main + [Spinner("side", blocks, FOOTPRINT)] * ranks
+    assert fits(H200, spinners, [H200.whole()])
+    assert not fits(H200, spinners + [Spinner("another each", ranks, FOOTPRINT)], [H200.whole()])
+    whole = [Spinner("a collective", 131, H200.whole())]
+    with pytest.raises(ValueError, match=f"no room for a Lamport gather of {ranks} ranks beside 131 blocks of a coll"):
+        blocks_beside(card, whole, ranks)
 
 
 def can_stall(device: DeviceResources, spinners: list[Spinner]) -> bool:

@@ -79,22 +79,21 @@ def test_a_hang_is_named_by_every_rank_that_can_and_ends_it(ended, scenario):
             assert "raised H" in out, "the main thread was set free"
 
 
-@pytest.mark.parametrize("broken", ["stderr", "on_hang"])
-def test_a_report_that_cannot_be_made_does_not_keep_the_process_from_ending(broken):
-    code = f"""
+def test_a_report_that_cannot_be_made_does_not_keep_the_process_from_ending():
+    """Neither a closed stderr, which keeps it from nobody else, nor what on_hang raises."""
+    code = """
 import os, time
 from deltagram.parallel.groups import join
 group = join("cpu", deadline=0.5)
-group.watchdog.on_hang = lambda report: print(report, 1 / {int(broken == "stderr")}, flush=True)
-if {broken!r} == "stderr":
-    os.close(2)
+group.watchdog.on_hang = lambda report: (print(report, flush=True), 1 / 0)
+os.close(2)
 with group.watchdog.step(0, "0" * 16):
     time.sleep(60)
 """
     variables = os.environ | environment(0, 1, free_port())
     done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=50)
-    assert done.returncode == EXIT_CODE, done.stderr
-    assert "a step took too long" in (done.stdout if broken == "stderr" else done.stderr)
+    assert (done.returncode, done.stderr) == (EXIT_CODE, "")
+    assert done.stdout.startswith("a step took too long")
 
 
 def test_a_report_names_whoever_the_collective_waits_for():
