@@ -110,7 +110,7 @@ def delayed(group: Group, exchange: str, rounds: int, folder: Path) -> tuple[int
     answers = [expected(heads, form, dtype, ids) for ids in batches]
     for i in range(rounds):
         if own.random() < 0.02:
-            time.sleep(own.random() / 500)
+            time.sleep(own.random() ** 4 / 50)  # most of them short; up to 20 ms
         which = (shared if same else own).randrange(len(batches))
         rows = made.exchange(batches[which].to(group.device), 2)
         if own.random() < 0.3:
@@ -147,9 +147,9 @@ def test_every_exchange_placement_and_split_gives_the_bits_of_a_local_lookup(ran
     assert any(each.startswith("lamport") for each in tried) == (ways != ["auto"])
 
 
-@pytest.mark.parametrize(("exchange", "share"), [("collective", 4000), ("peer", 4000), ("lamport", 2000)])
-def test_ten_thousand_exchanges_under_random_delays(ranks, exchange, share, tmp_path):
-    rounds = share * 7 // 8 if len(ranks.pipes) == 2 else share // 8
+@pytest.mark.parametrize(("exchange", "rounds"), [("peer", 10_000), ("lamport", 1000), ("collective", 250)])
+def test_exchanges_under_random_delays(ranks, exchange, rounds, tmp_path):
+    """Ten thousand where ranks wait for each other in memory; fewer where a library's collectives move the rows."""
     assert ranks.run(delayed, exchange, rounds, tmp_path) == [(rounds, 0)] * len(ranks.pipes)
 
 
