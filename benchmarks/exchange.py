@@ -1,9 +1,9 @@
 """What it takes to bring rows of a table split over N ranks to where their tokens are: two layers, 24 columns of 264
 bytes, for 1 to 4096 tokens a rank.
 
-python benchmarks/exchange.py --ranks N             N processes, a card each: peer reads beside NCCL
-python benchmarks/exchange.py --ranks N --one-card  N ranks that one process plays on one card: kernels and barriers
-python benchmarks/exchange.py --ranks N --decode    N processes: decode steps of a model whose tables they split
+python benchmarks/exchange.py --ranks N                 N processes, a card each: peer reads beside NCCL
+python benchmarks/exchange.py --ranks N M ... --one-card  ranks that one process plays on one card: kernels, barriers
+python benchmarks/exchange.py --ranks N --decode        N processes: decode steps of a model whose tables they split
 python benchmarks/exchange.py --ranks N --device cpu
 
 Times are of captured graphs, and of calls made one by one ("eager"); each rank's clock starts after a barrier of all,
@@ -190,16 +190,18 @@ def synchronize(group: Group) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--ranks", type=int, nargs="+", required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--one-card", action="store_true")
     parser.add_argument("--decode", action="store_true")
     chosen = parser.parse_args()
     if chosen.one_card:
-        found = one_card(chosen.ranks, torch.device("cuda"))
-        print(save(f"exchange_one_card_{chosen.ranks}_ranks", found), found)
+        found = {f"{ranks} ranks, us": one_card(ranks, torch.device("cuda")) for ranks in chosen.ranks}
+        print(save("exchange_one_card", found), found)
+    elif len(chosen.ranks) > 1:
+        parser.error(f"--ranks is {chosen.ranks}; expected one number without --one-card")
     elif "RANK" not in os.environ:
-        sys.exit(launch(sys.argv, chosen.ranks))
+        sys.exit(launch(sys.argv, *chosen.ranks))
     else:
         group = join(chosen.device, deadline=120.0)
         if group.device.type == "cuda":  # a communicator is for one stream, and no graph is captured on the default one
