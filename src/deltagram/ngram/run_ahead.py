@@ -10,6 +10,8 @@ other still reads. The stream has the lowest priority: the layers' blocks are pl
 holds a step up longer than one of its blocks takes.
 """
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -44,7 +46,7 @@ class RunAhead:
         device: torch.device,
     ) -> None:
         assert len(layers) == len(specs) == len(stores) == len(projections)
-        self.order = {layer: i for i, layer in enumerate(layers)}
+        self.layers, self.order = layers, {layer: i for i, layer in enumerate(layers)}
         self.stores, self.projections, self.device = stores, projections, device
         self.constants = HashConstants.of(specs, device)
         self.stream: torch.cuda.Stream | None = None
@@ -118,7 +120,8 @@ class RunAhead:
     def _exchange(self, ids: Tensor | None) -> None:
         """Fetch all layers' rows from the ranks that hold them."""
         if self.exchange is not None and ids is not None:
-            rows = self.exchange.exchange(ids, self.slot or ids.shape[1])
+            with self._range(f"memory {self.exchange.name} exchange"):
+                rows = self.exchange.exchange(ids, self.slot or ids.shape[1])
             self._rows = {i: rows.take(i) for i in range(len(self.stores))}
 
     def _join(self) -> None:
@@ -155,4 +158,9 @@ class RunAhead:
     def _chain(self, i: int) -> KeyValue:
         assert self._ids is not None
         projection, rows = self.projections[i], self._rows.get(i)
-        return projection(self.stores[i].lookup(self._ids[i], projection.dtype) if rows is None else rows)
+        with self._range(f"memory chain of layer {self.layers[i]}"):
+            return projection(self.stores[i].lookup(self._ids[i], projection.dtype) if rows is None else rows)
+
+    def _range(self, name: str) -> AbstractContextManager[None]:
+        """A named part of the timeline of a profiler, on a GPU."""
+        return torch.cuda.nvtx.range(name) if self.device.type == "cuda" else nullcontext()
