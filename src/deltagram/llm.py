@@ -219,7 +219,7 @@ class LLM:
                 for inbox in inboxes.values():
                     while inbox:
                         yield _checked(inbox.popleft())
-                if all(request.status is Status.FINISHED for request in requests):
+                if all(request.status is Status.FINISHED for request in requests) and not self.engine.undelivered:
                     return
                 for delta in self.engine.step():
                     self._inboxes[delta.request.id].append(delta)

@@ -132,7 +132,7 @@ def test_the_runner_refuses_a_stale_plan(engine: Engine) -> None:
     engine.runner.launch(stale)
     with pytest.raises(RuntimeError, match=r"the step starts at 0"):  # the state has gone on
         engine.runner.launch(stale)
-    engine.scheduler.retire(stale)
+    engine.scheduler.retire(stale, {})
     engine.scheduler.preempt(request)
     with pytest.raises(RuntimeError, match=f"is not request {request.id}'s"):
         engine.runner.launch(stale)
@@ -141,7 +141,7 @@ def test_the_runner_refuses_a_stale_plan(engine: Engine) -> None:
     with pytest.raises(RuntimeError, match="generation 1, is not request"):  # the same slot and request, another stay
         engine.runner.launch(stale)
     engine.runner.launch(newer)
-    engine.scheduler.retire(newer)
+    engine.scheduler.retire(newer, {})
     engine.abort(request)
 
 

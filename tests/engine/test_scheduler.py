@@ -86,7 +86,7 @@ class Host:
         assert len(owned) == len(set(owned)) == self.num_pages - self.pages.num_free
 
     def run(self, scheduled: Scheduled) -> None:
-        self.scheduler.retire(scheduled)
+        self.scheduler.retire(scheduled, dict.fromkeys((request.id for request in scheduled.requests), 1))
         for entry, request in zip(scheduled.plan.entries, scheduled.requests, strict=True):
             if entry.samples:
                 request.tokens.append(7)
@@ -116,7 +116,7 @@ def kinds(plan: StepPlan) -> list[tuple[str, int, int]]:
 EVENTS = st.lists(
     st.one_of(
         st.tuples(st.just("add"), st.integers(1, 200), st.integers(1, 70)),
-        st.tuples(st.sampled_from(["step", "step", "step", "abort", "preempt", "undo"]), st.integers(0, 9), st.just(0)),
+        st.tuples(st.sampled_from(["step"] * 3 + ["abort", "preempt", "fault"]), st.integers(0, 9), st.just(0)),
     ),
     max_size=40,
 )
@@ -134,7 +134,7 @@ def test_any_sequence_of_events_leaves_nothing_behind(
     for event, number, tokens in events:
         if event == "add":
             requests.append(tuple(each.add(make_request(len(requests), number, tokens)) for each in (host, twin)))  # type: ignore[arg-type]
-        elif event in ("step", "undo"):
+        elif event in ("step", "fault"):
             scheduled, same = host.step(), twin.step()
             if scheduled is None or same is None:
                 assert scheduled is same is None and not host.scheduler.has_work
@@ -144,8 +144,7 @@ def test_any_sequence_of_events_leaves_nothing_behind(
                     if event == "step":
                         each.run(done)
                     else:
-                        each.scheduler.retire(done)
-                        each.scheduler.undo(done)
+                        each.scheduler.start_over()
         elif event == "abort" and requests:
             for each, request in zip((host, twin), requests[number % len(requests)], strict=True):
                 if request.status is not Status.FINISHED:
@@ -305,16 +304,17 @@ def test_the_youngest_gives_way_and_is_first_in_line() -> None:
     host.finish(at_most=20)
 
 
-def test_an_undone_step_is_computed_anew_in_the_old_order() -> None:
+def test_after_a_fault_all_are_computed_anew_in_the_old_order() -> None:
     host = Host()
     first, second = (host.add(make_request(number, 10)) for number in range(2))
     host.go()
-    scheduled = host.step()
-    assert scheduled is not None
-    host.scheduler.retire(scheduled)
-    host.scheduler.undo(scheduled)
-    assert list(host.scheduler.waiting) == [first, second] and not host.scheduler.running
-    assert kinds(host.go().plan) == [("PREFILL", 0, 11), ("PREFILL", 0, 11)]
+    third, fourth = (host.add(make_request(number, 10)) for number in range(2, 4))
+    assert host.step() is not None
+    host.scheduler.running.append(host.scheduler.waiting[0])  # it was being admitted
+    host.slots._free.clear()  # and nothing fits together
+    host.scheduler.start_over()
+    assert list(host.scheduler.waiting) == [first, second, third, fourth] and not host.scheduler.running
+    assert kinds(host.go().plan) == [("PREFILL", 0, 11), ("PREFILL", 0, 11), ("PREFILL", 0, 10)]
     host.finish(at_most=10)
 
 

@@ -126,8 +126,7 @@ def play(schedule: Schedule, bench: Alone, seen: Counter[str]) -> None:
                 engine.abort(wanted[whom % len(wanted)][0])
             elif event == "break off" and (scheduled := scheduler.schedule()) is not None:
                 engine.runner.launch(scheduled)  # an interrupt right after
-                scheduler.retire(scheduled)
-                scheduler.undo(scheduled)
+                engine.start_over()
             seen[event] += 1
         before = scheduler.num_preemptions
         deltas += engine.step()

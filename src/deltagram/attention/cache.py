@@ -37,7 +37,11 @@ class PagePool:
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
-        self._free = list(range(num_pages - 1, -1, -1))
+        self.clear()
+
+    def clear(self) -> None:
+        """Nobody holds a page any more."""
+        self._free = list(range(self.num_pages - 1, -1, -1))
         self._holders: dict[int, set[int]] = {}
         self.num_idle = 0  # pages that caches alone hold
 

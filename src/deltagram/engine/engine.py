@@ -2,8 +2,8 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from deltagram.engine.prefix import PrefixCache
 from deltagram.engine.replicas import Replicas
 from deltagram.engine.request import Constraint, FinishReason, Request, Status
 from deltagram.engine.runner import Launched, Runner, Sampled
-from deltagram.engine.scheduler import Scheduled, Scheduler
+from deltagram.engine.scheduler import Scheduler
 from deltagram.engine.settings import Resolved
 from deltagram.engine.speculate import Drafter, PromptLookup, Speculation
 from deltagram.engine.tokenizer import Tokenizer
@@ -136,6 +136,9 @@ class Engine:
             self.runner.capture(buckets.buckets, progress)
         self._depth = 2 if (on_gpu if ahead is None else ahead) else 1  # steps that run at once
         self._in_flight: deque[tuple[Launched, float]] = deque()  # and when each was launched
+        self.undelivered: list[Delta] = []  # the next step returns them
+        self._delivering: tuple[Request, int, int] | None = None  # whose, and how many tokens and deltas there were
+        self._is_whole = True  # nothing has been left half done
         self._last_end = 0.0
         self._counts_waits = model.run_ahead is not None and model.run_ahead.stream is not None
         self.max_length = min(settings.max_context, num_pages * page)
@@ -171,14 +174,6 @@ class Engine:
                 f"{self.stats.num_pages * self.scheduler.page_size} tokens it may have at most {self.max_length - 1}"
             )
         params.check(vocab, self.end_token_ids)
-        detokenizer = None
-        if self.tokenizer is not None:
-            detokenizer = Detokenizer(
-                self.tokenizer,
-                stop=params.stop,
-                include_stop=params.include_stop,
-                skip_special_tokens=params.skip_special_tokens,
-            )
         request = Request(
             id=self._next_id,
             prompt=prompt,
@@ -186,7 +181,7 @@ class Engine:
             seed=seed,
             max_length=min(len(prompt) + params.max_tokens, self.max_length),
             end_token_ids=frozenset(params.end_token_ids(self.end_token_ids)),
-            detokenizer=detokenizer,
+            detokenizer=self._detokenizer(params),
             wants_prompt_logits=wants_prompt_logits,
             constraint=constraint,
             salt=salt,
@@ -207,78 +202,137 @@ class Engine:
         return request
 
     def abort(self, request: Request) -> None:
-        """End a request now and free what it owns; one that is not queued, or has ended, is left alone."""
-        if request.status in (Status.WAITING, Status.RUNNING):
-            self.scheduler.finish(request, FinishReason.ABORT)
+        """End a request now and free what it owns; nothing more comes of it. One that is not queued is left alone."""
+        with self._guarded():
+            self.undelivered = [delta for delta in self.undelivered if delta.request is not request]
+            if request.status in (Status.WAITING, Status.RUNNING):
+                self.scheduler.finish(request, FinishReason.ABORT)
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._in_flight)
+        return self.scheduler.has_work or bool(self._in_flight) or bool(self.undelivered)
 
     def step(self) -> list[Delta]:
         """Launch a step, and return what the last one added; an empty list when there was nothing to run, or no token
         yet. On a GPU a step is launched before the tokens of the one ahead of it are looked at.
 
-        An exception in the step ends its requests with FinishReason.ERROR; others are not touched. An interrupt
-        (ctrl-C) is passed on, and the requests of all steps that run are computed anew. Raises DeviceFault where the
-        device has failed: nothing can be computed any more.
+        An exception, wherever it comes from, ends the requests of its step with FinishReason.ERROR (if it comes while
+        one is planned, all that run, and the one that is looked at for admission), and all others are computed anew; it
+        is raised if there are none to end. An interrupt (ctrl-C) is passed on, and all are computed anew; no token is
+        lost or given twice, but a request with a constraint that was just being told a token ends with an error. Raises
+        DeviceFault where the device has failed: nothing can be computed any more.
         """
-        deltas: list[Delta] = []
-        try:
-            launched = len(self._in_flight) < self._depth and self._launch(deltas)
+        with self._guarded():
+            launched = len(self._in_flight) < self._depth and self._launch()
             if self._in_flight and (len(self._in_flight) == self._depth or not launched):
-                self._retire(deltas)
-        except torch.AcceleratorError as error:
-            raise DeviceFault(f"the device failed: {error}") from error
-        except BaseException:
-            self._break_off()
-            raise
-        return deltas
+                self._retire()
+        return self._given()
 
     def drain(self) -> list[Delta]:
         """Wait for the steps that run, and return what they added; nothing is launched."""
-        deltas: list[Delta] = []
-        while self._in_flight:
-            self._retire(deltas)
-        return deltas
+        with self._guarded():
+            while self._in_flight:
+                self._retire()
+        return self._given()
 
-    def _launch(self, deltas: list[Delta]) -> bool:
+    def start_over(self) -> None:
+        """Drop the steps that run, whatever state they and the books of this engine are in: every request that has not
+        ended is computed anew."""
+        self._is_whole = False
+        self.runner.start_over()
+        self._in_flight.clear()
+        if self._delivering is not None:
+            self._take_back(*self._delivering)
+        for delta in self.undelivered:
+            if delta.finish_reason is not None:
+                delta.request.status, delta.request.finish_reason = Status.FINISHED, delta.finish_reason
+        self.scheduler.start_over()
+        self._is_whole, self._delivering = True, None
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Around whatever changes the engine's state: if it breaks off, the engine starts over; see `step`."""
+        try:
+            if not self._is_whole:  # an interrupt came while it started over
+                self.start_over()
+            self._is_whole = False
+            try:
+                yield
+            except torch.AcceleratorError:
+                raise
+            except Exception as error:
+                if not self._fail(error):
+                    raise
+            except BaseException:
+                self.start_over()
+                raise
+            self._is_whole = True
+        except torch.AcceleratorError as error:
+            self._is_whole = True  # as far as it can be
+            raise DeviceFault(f"the device failed: {error}") from error
+
+    def _fail(self, error: Exception) -> bool:
+        """End the requests of the step at hand, and start over; False if there are none."""
+        told = {delta.request for delta in self.undelivered if delta.finish_reason is not None}
+        failed = [each for each in self.scheduler.at_hand if each.status is not Status.FINISHED and each not in told]
+        self.undelivered += [Delta(request, "", (), (), FinishReason.ERROR, error) for request in failed]
+        self.start_over()
+        return bool(failed)
+
+    def _take_back(self, request: Request, num_tokens: int, num_deltas: int) -> None:
+        """Tokens that were being delivered when an interrupt came, unless they are among the deltas: they are sampled
+        again."""
+        if len(self.undelivered) > num_deltas:
+            return
+        del request.tokens[num_tokens:]
+        if request.constraint is not None:
+            error = RuntimeError("interrupted while the constraint was told a token, which cannot be taken back")
+            self.undelivered.append(Delta(request, "", (), (), FinishReason.ERROR, error))
+        elif request.detokenizer is not None:
+            request.detokenizer = self._detokenizer(request.params, request.tokens[len(request.prompt) :])
+
+    def _detokenizer(self, params: SamplingParams, output: Sequence[int] = ()) -> Detokenizer | None:
+        """One that goes on after `output`."""
+        if self.tokenizer is None:
+            return None
+        made = Detokenizer(
+            self.tokenizer,
+            stop=params.stop,
+            include_stop=params.include_stop,
+            skip_special_tokens=params.skip_special_tokens,
+        )
+        for count, token in enumerate(output, 1):
+            made.push(token, look_for_stop=count >= params.min_tokens)
+        return made
+
+    def _given(self) -> list[Delta]:
+        try:
+            return self.undelivered
+        finally:  # in one line, so that an interrupt before it leaves all to the next step
+            self.undelivered, self._delivering = [], None
+
+    def _launch(self) -> bool:
         """Whether there was a step to launch."""
-        deltas += self._propose()
+        self.scheduler.at_hand = self.scheduler.running.copy()
+        self._propose()
         scheduled = self.scheduler.schedule(ahead=bool(self._in_flight))
+        self.scheduler.at_hand = list(scheduled.requests) if scheduled else []
         if self.replicas is not None:
             buckets = None if self.runner.graphs is None else self.scheduler.buckets
-            try:
-                with torch.cuda.stream(self.runner.stream):
-                    scheduled = self.replicas.agree(scheduled, self.has_work, buckets)
-            except Exception as error:
-                if scheduled is None:
-                    raise
-                self.scheduler.retire(scheduled)
-                deltas += self._fail(scheduled, error)
-                return False
+            with torch.cuda.stream(self.runner.stream):
+                scheduled = self.replicas.agree(scheduled, self.has_work, buckets)
         if scheduled is None:
             return False
         freed = self.scheduler.take_freed()
         began = time.perf_counter()
-        try:
-            if self.settings.poison:
-                self.runner.poison_freed(*freed)
-            with self.replicas.watched(scheduled.plan) if self.replicas else nullcontext():
-                self._in_flight.append((self.runner.launch(scheduled), began))
-        except torch.AcceleratorError:
-            raise
-        except Exception as error:
-            self.scheduler.retire(scheduled)
-            deltas += self._fail(scheduled, error)
-        except BaseException:
-            self._break_off(scheduled)
-            raise
+        if self.settings.poison:
+            self.runner.poison_freed(*freed)
+        with self.replicas.watched(scheduled.plan) if self.replicas else nullcontext():
+            self._in_flight.append((self.runner.launch(scheduled), began))
         return True
 
-    def _propose(self) -> list[Delta]:
+    def _propose(self) -> None:
         """Have the host's drafter draft for each request that decodes next; a request that it fails for ends."""
-        deltas: list[Delta] = []
         running = list(self.scheduler.running)
         for request in running:
             if request.drafts_on_host and not request.is_prefilling and not request.in_flight:
@@ -286,42 +340,23 @@ class Engine:
                 try:
                     self.speculation.propose(request, len(running), self.model.config.vocab_size)
                 except Exception as error:
-                    self.scheduler.finish(request, FinishReason.ERROR)
-                    deltas.append(Delta(request, "", (), (), FinishReason.ERROR, error))
-        return deltas
+                    self._give(Delta(request, "", (), (), FinishReason.ERROR, error))
 
-    def _retire(self, deltas: list[Delta]) -> None:
+    def _retire(self) -> None:
         launched, began = self._in_flight[0]
-        try:
-            with self.replicas.watched(launched.scheduled.plan) if self.replicas else nullcontext():
-                sampled = self.runner.retire(launched)
-            self._in_flight.popleft()
-            self.scheduler.retire(launched.scheduled, {each.request.id: len(each.tokens) for each in sampled})
-            self._record(launched, began, sampled)
-            for each in sampled:
-                if each.request.status is Status.RUNNING:
-                    deltas.append(self._deliver(each))
-        except torch.AcceleratorError:
-            raise
-        except Exception as error:
-            if self._in_flight and self._in_flight[0][0] is launched:
-                self._in_flight.popleft()
-                self.scheduler.retire(launched.scheduled)
-            deltas += self._fail(launched.scheduled, error)
+        self.scheduler.at_hand = list(launched.scheduled.requests)
+        with self.replicas.watched(launched.scheduled.plan) if self.replicas else nullcontext():
+            sampled = self.runner.retire(launched)
+        self._in_flight.popleft()
+        self.scheduler.retire(launched.scheduled, {each.request.id: len(each.tokens) for each in sampled})
+        self._record(launched, began, sampled)
+        for each in sampled:
+            if each.request.status is Status.RUNNING:
+                self._deliver(each)
 
-    def _break_off(self, *begun: Scheduled) -> None:
-        """Drop what runs, and what has been scheduled and was not launched: its requests are computed anew."""
-        if self.runner.stream is not None:
-            self.runner.stream.synchronize()
-        dropped = [launched.scheduled for launched, _ in self._in_flight] + list(begun)
-        self._in_flight.clear()
-        for scheduled in dropped:
-            self.scheduler.retire(scheduled)
-        for scheduled in dropped:
-            self.scheduler.undo(scheduled)
-
-    def _deliver(self, sampled: Sampled) -> Delta:
+    def _deliver(self, sampled: Sampled) -> None:
         request, texts, taken, reason = sampled.request, [], 0, None
+        self._delivering = request, len(request.tokens), len(self.undelivered)
         for token in sampled.tokens:
             request.tokens.append(token)
             taken += 1
@@ -329,17 +364,21 @@ class Engine:
                 try:
                     request.constraint.accept(token)
                 except Exception as error:
-                    self.scheduler.finish(request, FinishReason.ERROR)
-                    return Delta(request, "", (token,), (), FinishReason.ERROR, error)
+                    self._give(Delta(request, "", (token,), (), FinishReason.ERROR, error))
+                    return
             reason, text = self._consume(request, token)
             texts.append(text)
             if reason is not None:
-                self.scheduler.finish(request, reason)
                 break
         logprobs: tuple[TokenLogprobs, ...] = ()
         if request.params.logprobs is not None:
             logprobs = tuple(_logprobs(sampled, i, request.params.logprobs) for i in range(taken))
-        return Delta(request, "".join(texts), tuple(sampled.tokens[:taken]), logprobs, reason)
+        self._give(Delta(request, "".join(texts), tuple(sampled.tokens[:taken]), logprobs, reason))
+
+    def _give(self, delta: Delta) -> None:
+        self.undelivered.append(delta)
+        if delta.finish_reason is not None:
+            self.scheduler.finish(delta.request, delta.finish_reason)
 
     def _consume(self, request: Request, token: int) -> tuple[FinishReason | None, str]:
         """Whether the token ends its request, and the text it brings out."""
@@ -356,12 +395,6 @@ class Engine:
         if len(request.tokens) >= request.max_length:
             return FinishReason.LENGTH, text + (request.detokenizer.flush() if request.detokenizer else "")
         return None, text
-
-    def _fail(self, scheduled: Scheduled, error: Exception) -> list[Delta]:
-        failed = [request for request in scheduled.requests if request.status is Status.RUNNING]
-        for request in failed:
-            self.scheduler.finish(request, FinishReason.ERROR)
-        return [Delta(request, "", (), (), FinishReason.ERROR, error) for request in failed]
 
     def _record(self, launched: Launched, began: float, sampled: list[Sampled]) -> None:
         """Count a step. Its time is its own: from when it was launched, or the step ahead of it ended, to now."""

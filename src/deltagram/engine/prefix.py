@@ -58,13 +58,17 @@ class PrefixCache:
 
     def __init__(self, num_checkpoints: int, unit: int, pages: PagePool) -> None:
         self.num_checkpoints, self.unit, self.pages = num_checkpoints, unit, pages
-        self._free = list(range(num_checkpoints - 1, -1, -1))
-        self._kept: OrderedDict[Key, Checkpoint] = OrderedDict()  # least recently used first
-        self._pending: dict[Key, Checkpoint] = {}  # whose step has not ended
         self._seen: OrderedDict[Key, bool] = OrderedDict()  # whether a checkpoint there was evicted
-        self._digests: Counter[bytes] = Counter()  # of those kept, whatever their salt
         self.hits = self.restored = self.evictions = 0
         self.misses: Counter[str] = Counter()
+        self.clear()
+
+    def clear(self) -> None:
+        """Keep nothing any more. The pages are to be cleared too."""
+        self._free = list(range(self.num_checkpoints - 1, -1, -1))
+        self._kept: OrderedDict[Key, Checkpoint] = OrderedDict()  # least recently used first
+        self._pending: dict[Key, Checkpoint] = {}  # whose step has not ended
+        self._digests: Counter[bytes] = Counter()  # of those kept, whatever their salt
 
     @property
     def num_used(self) -> int:
@@ -133,7 +137,7 @@ class PrefixCache:
         self._seen[made.key] = False
 
     def drop(self, made: Checkpoint) -> list[int]:
-        """The step that was to make it has failed; pages that are free now."""
+        """Its request ended before the step that was to make it; pages that are free now."""
         del self._pending[made.key]
         self._free.append(made.index)
         return self.pages.give_back(made.pages, made.holder)

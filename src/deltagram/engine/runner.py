@@ -185,11 +185,17 @@ class Runner:
             who = entry.slot, entry.generation, request.id
             self.slots.advance(*who, entry.start, entry.num_new, entry.num_draft, entry.uncertain)
         with torch.cuda.stream(self.stream), self._range(f"step {plan.step_id} {plan.name} {plan.bucket}"):
-            try:
-                return self._launch(scheduled)
-            except BaseException:
-                self.buffers.start_over()
-                raise
+            return self._launch(scheduled)
+
+    @torch.inference_mode()
+    def start_over(self) -> None:
+        """Wait for what runs. After it, nothing depends on steps before, whether they were run to their ends or not."""
+        with torch.cuda.stream(self.stream):
+            if self.model.run_ahead is not None:
+                self.model.run_ahead.finish()
+            if self.stream is not None:
+                self.stream.synchronize()
+            self.buffers.start_over()
 
     @contextmanager
     def _range(self, name: str) -> Iterator[None]:

@@ -64,6 +64,7 @@ class Scheduler:
         self.max_num_tokens, self.buckets = max_num_tokens, buckets
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
+        self.at_hand: list[Request] = []  # whom the step is for that is planned, launched or looked at
         self.freed_pages: list[int] = []  # since the last `take_freed`, for poisoning
         self.freed_slots: list[int] = []
         self.num_preemptions = 0
@@ -81,32 +82,46 @@ class Scheduler:
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request that waits or runs, and free what it owns."""
-        if request.status is Status.WAITING:
+        waited = request.status is Status.WAITING
+        assert waited or request.status is Status.RUNNING
+        request.status, request.finish_reason = Status.FINISHED, reason
+        if waited:
             self.waiting.remove(request)
         else:
-            assert request.status is Status.RUNNING
             self.running.remove(request)
             self._release(request)
-        request.status, request.finish_reason = Status.FINISHED, reason
 
     def preempt(self, request: Request) -> None:
         """Take back all that a running request owns; it waits, first in line, and is computed anew."""
         assert request.status is Status.RUNNING
-        self.running.remove(request)
-        self._release(request)
         assert request.in_flight == 0, "a token that is on its way would be lost"
-        request.status, request.computed, request.uncertain = Status.WAITING, 0, 0
-        request.drafts, request.drafted, request.num_draft = (), 0, 0
-        request.prompt_logits.clear()
-        request.num_preemptions += 1
-        self.num_preemptions += 1
+        self._release(request)
+        self._forget(request)
         self.waiting.appendleft(request)
+        self.running.remove(request)
+
+    def start_over(self) -> None:
+        """After a fault, whatever it has left half done: nobody owns anything and nothing is kept for prefixes. Who has
+        not ended waits, in the old order, to be computed anew: at every moment such a request is in `waiting` or in
+        `running`, or for a moment in both."""
+        self.slots.clear()
+        self.pages.clear()
+        if self.prefixes is not None:
+            self.prefixes.clear()
+        self.freed_slots, self.freed_pages = list(range(self.slots.num_slots)), list(range(self.pages.num_pages))
+        for request in self.running:
+            if request.status is not Status.FINISHED:
+                self._forget(request)
+        everyone = dict.fromkeys((*self.running, *self.waiting))
+        self.waiting = deque(request for request in everyone if request.status is not Status.FINISHED)
+        self.running.clear()
 
     def schedule(self, ahead: bool = False) -> Scheduled | None:
         """The next step, or None when there is nothing to run. What it schedules counts as computed from here on.
 
         `ahead` says that a step still runs: then None means that its tokens are needed first.
         """
+        self.at_hand = self.running.copy()
         budget = self.max_num_tokens
         chosen: dict[int, tuple[Request, int]] = {}  # by request id, so that a preempted one drops out
         grants: dict[int, list[PageGrant]] = {}
@@ -129,11 +144,13 @@ class Scheduler:
         restored: list[tuple[Request, Checkpoint]] = []
         while self.waiting and self.slots.num_free:
             request = self.waiting[0]
+            self.at_hand.append(request)
             found = self.prefixes.find(request) if self.prefixes else None
             start = found.position if found else 0
             size = self._chunk(start, len(request.tokens), budget)
             if not size or ((self.running or ahead) and self._is_crowded(request, found)):
                 break  # others would soon push it out of a crowded pool; it may be one just pushed out
+            self.running.append(request)
             self.waiting.popleft()
             self._admit(request, found)
             admitted.append(request)
@@ -170,28 +187,21 @@ class Scheduler:
         self._next_step += 1
         return Scheduled(plan, requests, admitted, restored, self._saved(requests))
 
-    def retire(self, scheduled: Scheduled, added: Mapping[int, int] | None = None) -> None:
-        """A step has ended, well or not: nothing of it is on its way any more. `added`, of one that ended well, has how
-        many tokens it brought each request, by id."""
+    def retire(self, scheduled: Scheduled, added: Mapping[int, int]) -> None:
+        """A step has ended well. `added` has how many tokens it brought each request that it sampled for, by id."""
         for entry, request in zip(scheduled.plan.entries, scheduled.requests, strict=True):
             request.in_flight -= entry.samples
-            if added is not None and request.status is Status.RUNNING and entry.samples:
+            if request.status is Status.RUNNING and entry.samples:
                 request.uncertain -= entry.num_draft
                 request.computed -= 1 + entry.num_draft - added[request.id]
                 if self.speculation is not None:
                     self.speculation.learn(request, entry.num_draft, added[request.id], len(scheduled.requests))
         for request, checkpoint in scheduled.saved:
             assert self.prefixes is not None
-            if added is not None and request.status is Status.RUNNING:
+            if request.status is Status.RUNNING:
                 self.prefixes.keep(checkpoint)
             else:
                 self.freed_pages += self.prefixes.drop(checkpoint)
-
-    def undo(self, scheduled: Scheduled) -> None:
-        """Of a step that was broken off, and retired, nothing counts as computed: its requests are computed anew."""
-        for request in reversed(self.running.copy()):  # the youngest first, so that the oldest is first in line
-            if request in scheduled.requests:
-                self.preempt(request)
 
     def take_freed(self) -> tuple[list[int], list[int]]:
         """Slots and pages freed since the last call."""
@@ -320,10 +330,18 @@ class Scheduler:
             self.prefixes.admit(request, found)
         if self.speculation is not None:
             self.speculation.begin(request)
-        self.running.append(request)
 
     def _release(self, request: Request) -> None:
         self.slots.give_back(request.slot, request.id)
         self.freed_pages += self.pages.give_back(request.pages, request.id)
         self.freed_slots.append(request.slot)
         request.slot, request.pages = -1, []
+
+    def _forget(self, request: Request) -> None:
+        """It waits, and nothing of it is computed."""
+        request.slot, request.pages = -1, []
+        request.status, request.computed, request.uncertain, request.in_flight = Status.WAITING, 0, 0, 0
+        request.drafts, request.drafted, request.num_draft = (), 0, 0
+        request.prompt_logits.clear()
+        request.num_preemptions += 1
+        self.num_preemptions += 1

@@ -39,7 +39,11 @@ class SlotPool:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.generation = [0] * num_slots
-        self._free = list(range(num_slots - 1, -1, -1))
+        self.clear()
+
+    def clear(self) -> None:
+        """End all ownership."""
+        self._free = list(range(self.num_slots - 1, -1, -1))
         self._owners: dict[int, Owner] = {}
 
     @property
