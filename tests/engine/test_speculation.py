@@ -361,7 +361,7 @@ def test_drafts_stop_at_an_end_token_and_at_the_length_limit(benches: dict[str, 
     engine.runner.launch = watch  # type: ignore[method-assign]
     prompt = text_of(CONTEXT - 9, 1)
     run(engine, [(prompt, SamplingParams(max_tokens=50, temperature=0, ignore_eos=True), 0)])
-    run(engine, [(prompt[:5], SamplingParams(max_tokens=3, temperature=0), 0)])
+    run(engine, [(prompt[:5], SamplingParams(max_tokens=20, temperature=0), 0)])
     ends = [entry.start + entry.num_new for entry in seen if entry.drafts]
     assert max(ends) == CONTEXT - 1, "the token sampled after the last draft is the last that fits"
     assert {entry.drafts for entry in seen if entry.start < 20} <= {(), (1,), (1, END_OF_TEXT)}
