@@ -87,6 +87,24 @@ def test_a_preempted_constraint_is_told_each_token_once(llm):
     assert constraint.seen == request.tokens[len(PROMPT) :] == alone[0]
 
 
+def test_who_has_a_constraint_does_not_draft(llm):
+    """What may follow a draft is not known: a draft that its mask forbids would be sampled after all."""
+    (expected,) = run(llm, [Digits(9)])
+    known = [*PROMPT, *expected[0]]
+    asked = []
+
+    def draft(tokens, num_draft):
+        asked.append(list(tokens))
+        return known[len(tokens) :][:num_draft]
+
+    options = {"speculation": "drafter", "drafter": draft, "num_draft": 3, "adaptive_drafts": False}
+    drafting = LLM(llm.folder, device="cpu", poison=True, **options)
+    assert run(drafting, [Digits(9)]) == [expected] and not asked and drafting.stats.drafted_tokens == 0
+    free, bound = run(drafting, [None, Digits(9)])
+    assert bound == expected and asked and drafting.stats.drafted_tokens > 0
+    assert all(tokens == [*PROMPT, *free[0]][: len(tokens)] for tokens in asked)
+
+
 def test_logprobs_are_the_models_own_whatever_is_allowed():
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
     row = SampleRow(SamplingParams(temperature=0.0, logprobs=2), 0, 0)
