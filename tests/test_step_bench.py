@@ -4,13 +4,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from deltagram import LLM
-from deltagram.step_bench import Launch, draw, step
+from deltagram.step_bench import Launch, draw, launches_of, step
 from deltagram.testing.step_harness import Mix, StepHarness
 
 BENCH = [sys.executable, "-c", "from deltagram.cli import main; main()", "bench", "step"]
@@ -75,3 +77,42 @@ def test_the_picture_has_a_box_a_launch() -> None:
     assert len(boxes) == 3 and titles == ["a: 5.0 us at 0.0", "b: 2.0 us at 1.0", "a: 4.0 us at 5.0"]
     assert boxes[0].get("fill") == boxes[2].get("fill") != boxes[1].get("fill")
     assert boxes[0].get("y") == boxes[2].get("y") != boxes[1].get("y")
+
+
+def test_a_timeline_is_that_of_the_second_replay_the_busiest_stream_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what a profiler tells of two replays, in any order, beside what the host did."""
+    on_device, on_host = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+    one_replay = [("ahead", 9, 1, 4), ("layer", 7, 0, 5), ("layer", 7, 5, 9)]
+    made = [(name, stream, at + begin, at + end) for at in (200, 100) for name, stream, begin, end in one_replay]
+    events: list[Any] = [
+        SimpleNamespace(
+            name=name, thread=stream, time_range=SimpleNamespace(start=begin, end=end), device_type=on_device
+        )
+        for name, stream, begin, end in made
+    ]
+    events.append(SimpleNamespace(name="launch", device_type=on_host))
+    calls: list[str] = []
+
+    class Profile:
+        def __enter__(self) -> "Profile":
+            calls.append("profile")
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            calls.append("end")
+
+        def events(self) -> list[Any]:
+            return events
+
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: Profile())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
+    graph = SimpleNamespace(replay=lambda: calls.append("replay"))
+    runner = SimpleNamespace(
+        graphs=SimpleNamespace(graphs={"a bucket": graph}), launch=calls.append, retire=lambda launched: None
+    )
+    harness: Any = SimpleNamespace(
+        runner=runner, begin=lambda mix: [], plan=lambda mix, requests: "launch", bucket=lambda mix: "a bucket"
+    )
+    launches = launches_of(harness, Mix(1))
+    assert calls == ["launch", "profile", "replay", "replay", "wait", "end"], "the first step of all is not drawn"
+    assert launches == [Launch("layer", 0, 0, 5), Launch("ahead", 1, 1, 4), Launch("layer", 0, 5, 9)]
