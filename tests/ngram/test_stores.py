@@ -349,6 +349,45 @@ def test_a_lookup_whose_helpers_are_gone_is_an_error_within_five_seconds(monkeyp
     assert time.monotonic() - begin < 5
 
 
+@pytest.mark.parametrize("kind", ["gathered", "fetched"])
+def test_after_rows_that_were_late_lookups_go_on_once_nobody_is_behind(kind, monkeypatch):
+    monkeypatch.setattr(host_step, "POLLS", 200)
+    threads = GatherThreads(1)
+    threads.close()  # nobody serves the first lookup
+    native, state, form = threads.native, threads.state, FORMATS["ue8m0"]
+    table, late = table_bytes(form), threading.Event()
+    if kind == "fetched":
+        rows = FetchedRows(lambda ids, into: late.wait() and row_lookup(table, ids, into), form, CPU, 64)
+    else:
+        rows = GatheredRows(table, form, CPU, 64, threads)
+    rows.lookup(torch.arange(5), None, None)
+    for _ in range(2):
+        with pytest.raises(HelperError, match="the host did not bring the rows"):
+            rows.check()
+    late.set()
+    state[native.STOP] = 0
+    helper = threading.Thread(target=native.serve, args=(0, state.data_ptr()))
+    helper.start()
+    while int(rows.done[0]) < 1:
+        time.sleep(1e-3)
+    if kind == "gathered":
+        other = state[native.BUSY + 8 * 7 :]
+        other[0] = rows._place + 1  # one more thread, that has not got on
+        with pytest.raises(HelperError):
+            rows.check()
+        assert int(rows.failed) == 1
+        other[0] = 0
+    with pytest.raises(HelperError):  # that lookup was void
+        rows.check()
+    monkeypatch.setattr(host_step, "POLLS", 100_000)
+    ids = torch.arange(7, 0, -1)
+    assert torch.equal(rows.lookup(ids, None, None), table[ids])
+    rows.check()
+    rows.close()
+    state[native.STOP] = 1
+    helper.join()
+
+
 def test_what_threads_read_is_let_go():
     """A table without lookups is not kept, and threads that serve nothing can still end."""
     rows, table = gathered(2)

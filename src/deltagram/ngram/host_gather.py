@@ -57,6 +57,18 @@ class GatherThreads:
         while (busy == place + 1).any() and not self.state[self.native.STOP]:
             time.sleep(1e-5)
 
+    def have_left(self, place: int) -> bool:
+        """Whether each thread is seen elsewhere than at the box at `place`, within some milliseconds: what it does
+        there from then on is new."""
+        busy = self.state[self.native.BUSY :: 8]
+        there = busy == place + 1
+        for _ in range(100):
+            if not there.any():
+                return True
+            time.sleep(1e-5)
+            there &= busy == place + 1
+        return False
+
 
 def _end(state: Tensor, threads: list[threading.Thread], native: object) -> None:
     state[native.STOP] = 1  # type: ignore[attr-defined]
@@ -97,7 +109,8 @@ class GatheredRows(HostStep):
             box[place] = value
         # What the threads read must outlive their last look at it.
         held = table, self.ids, self.staged, self.asked, box
-        self._close = weakref.finalize(self, _remove, self.threads, self.threads.add(box), held)
+        self._place = self.threads.add(box)
+        self._close = weakref.finalize(self, _remove, self.threads, self._place, held)
 
     def lookup(self, ids: Tensor, dtype: torch.dtype | None, scale: Tensor | None, out: Tensor | None = None) -> Tensor:
         """See HostStep."""
@@ -111,6 +124,9 @@ class GatheredRows(HostStep):
     def close(self) -> None:
         """See HostStep."""
         self._close()
+
+    def _has_caught_up(self) -> bool:
+        return super()._has_caught_up() and self.threads.have_left(self._place)
 
 
 def _remove(threads: GatherThreads, place: int, held: tuple[Tensor, ...]) -> None:

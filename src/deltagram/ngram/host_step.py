@@ -86,9 +86,17 @@ class HostStep:
         """Before a replay: its lookups find the helpers awake."""
 
     def check(self) -> None:
-        """Raises HelperError if a lookup so far went without its rows."""
+        """Raises HelperError if a lookup so far went without its rows. If the rows were merely late, later lookups go
+        on; whoever calls it lets no step pass that has been launched before it raised."""
         if int(self.failed):
+            if self._has_caught_up():
+                self.failed.zero_()
             raise HelperError("the host did not bring the rows of a lookup: its helper threads have died or are stuck")
+
+    def _has_caught_up(self) -> bool:
+        """Whether all that was asked is there by now, and nobody still writes rows of an earlier lookup."""
+        lookup, pieces = int(self.asked) >> BITS, int(self.asked) & ((1 << BITS) - 1)
+        return bool((self.done[:pieces] == lookup).all())
 
     def close(self) -> None:
         """End what serves the lookups; later ones fail."""
