@@ -18,6 +18,7 @@ from deltagram.engine import runner as runner_module
 from deltagram.engine.engine import Engine
 from deltagram.engine.request import FinishReason, Request
 from deltagram.engine.runner import Runner
+from deltagram.engine.scheduler import Scheduler
 from deltagram.graphs.capture import StepGraphs
 from deltagram.step.history import TokenHistory
 from deltagram.testing.checkpoints import TINY_SHAPES, write_tiny_checkpoint
@@ -116,19 +117,27 @@ def test_nothing_compiles_after_ready(tmp_path: Path, shape: str, speculation: s
 
 
 STAGES = [
+    (Engine, "_propose"),
+    (Scheduler, "schedule"),
+    (Scheduler, "_plan"),
+    (Scheduler, "_admit"),
+    (Scheduler, "take_freed"),
     (Runner, "launch"),
     (TokenHistory, "admit"),
     (Runner, "_fill"),
     (StepGraphs, "replay"),
     (Runner, "retire"),
+    (Scheduler, "retire"),
     (Engine, "_deliver"),
 ]
 
 
+@pytest.mark.parametrize("kind", [OSError, KeyboardInterrupt])
 @pytest.mark.parametrize(("owner", "name"), STAGES)
-def test_a_fault_on_the_host_ends_its_step_s_requests_and_no_others(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+def test_a_fault_on_the_host_ends_its_step_s_requests_and_leaves_others_right(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, kind: type[BaseException]
 ) -> None:
+    """Two requests run when the third comes, and the fault with it. An interrupt ends nobody."""
     engine, draw = pair.captured, random.Random(3)
     prompts = [[draw.randrange(3, pair.vocab) for _ in range(20 + n)] for n in range(3)]
     expected = []
@@ -143,15 +152,27 @@ def test_a_fault_on_the_host_ends_its_step_s_requests_and_no_others(
         nonlocal calls
         calls += 1
         if calls == 1:
-            raise OSError("injected")
+            raise kind("injected")
         return whole(*arguments, **options)
 
-    victim = engine.add_request(prompts[0], PARAMS[0], 1)
+    requests = [engine.add_request(prompt, PARAMS[0], 1) for prompt in prompts[:2]]
+    deltas = [delta for _ in range(5) for delta in engine.step()]
+    requests.append(engine.add_request(prompts[2], PARAMS[0], 1))
     monkeypatch.setattr(owner, name, broken)
-    errors = []
-    while engine.has_work and not errors:
-        errors += [delta for delta in engine.step() if delta.error is not None]
-    assert victim.finish_reason is FinishReason.ERROR and "injected" in str(errors[0].error)
+    interrupts = 0
+    while engine.has_work:
+        try:
+            deltas += engine.step()
+        except KeyboardInterrupt:
+            interrupts += 1
+    failed = {delta.request: str(delta.error) for delta in deltas if delta.error is not None}
+    assert set(failed.values()) == ({"injected"} if kind is OSError else set()) and interrupts == (kind is not OSError)
+    for request, tokens in zip(requests, expected, strict=True):
+        given = [token for delta in deltas if delta.request is request for token in delta.token_ids]
+        if request in failed:
+            assert request.finish_reason is FinishReason.ERROR
+        else:
+            assert request.tokens == tokens == [*request.prompt, *given]
     after = [engine.add_request(prompt, PARAMS[0], 1) for prompt in prompts]
     while engine.has_work:
         assert not [delta for delta in engine.step() if delta.error is not None]
@@ -167,7 +188,6 @@ def test_a_stale_buffer_is_an_error(pair: Pair, monkeypatch: pytest.MonkeyPatch)
     errors = [delta.error for _ in range(4) for delta in engine.step() if delta.error is not None]
     assert request.finish_reason is FinishReason.ERROR and "stale" in str(errors[0])
     monkeypatch.undo()
-    engine.runner.buffers.start_over()
     later = engine.add_request([3, 4, 5], PARAMS[0], 1)
     while engine.has_work:
         engine.step()
