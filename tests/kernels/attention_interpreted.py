@@ -27,7 +27,7 @@ def _patch_index(tensor, scope):  # NumPy 2.4 no longer turns an array of one el
 interpreter._patch_lang_tensor = _patch_index
 torch.utils.deterministic.fill_uninitialized_memory = True
 torch.use_deterministic_algorithms(True)  # scratch and outputs start as NaN
-split.LEAST, split.MOST, gather.SIZE = 4, 4, 32
+split.LEAST, split.MOST, gather.SIZE = 5, 4, 32
 CPU, NAN = torch.device("cpu"), float("nan")
 IMPLS: tuple[Impl, Impl] = ("triton", "reference")
 
@@ -42,7 +42,7 @@ def attention(heads: int, key_heads: int, size: int) -> None:
         Part(texts[0], Kind.DECODE, 0, 1),
         Part(texts[1], Kind.DECODE, 200, 1),
         Part(texts[2], Kind.DECODE, 64, 1),
-        Part(texts[3], Kind.VERIFY, 62, 6),
+        Part(texts[3], Kind.VERIFY, 126, 6),
         Part(texts[4], Kind.PREFILL, 0, 45),
         Part(texts[5], Kind.PREFILL, 64, 37),
     ]

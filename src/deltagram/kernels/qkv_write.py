@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from deltagram.kernels._rotary import head_tile, load_and_turn, normed_and_turned
-from deltagram.kernels._triton import Build, Impl, choose, jit, on_cpu, tl
+from deltagram.kernels._triton import Build, Impl, choose, dependent_launch, jit, on_cpu, tl
 
 
 def qkv_write(
@@ -99,16 +99,21 @@ def _kernel(  # type: ignore[no-untyped-def]
     DIM: tl.constexpr,
     BH: tl.constexpr,
     BD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A program takes up to BH heads of one token: first the values', then the keys', then the queries'."""
     t = tl.program_id(0).to(tl.int64)
-    if t >= tl.load(cu_tokens + num_sequences):
+    place = tl.load(position + t).to(tl.int64)
+    line = tl.load(cache_index + t) * (HKV * D)
+    padding = t >= tl.load(cu_tokens + num_sequences)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if padding:
         return
     groups: tl.constexpr = (HKV + BH - 1) // BH
     g = tl.program_id(1)
     d = tl.arange(0, BD)[None, :]
-    place = tl.load(position + t).to(tl.int64)
-    line = tl.load(cache_index + t) * (HKV * D)
     h = (g % groups) * BH + tl.arange(0, BH)[:, None]
     inside = (h < HKV) & (d < D)
     if g < groups:
@@ -142,13 +147,13 @@ def _launch(
     key_heads = k.shape[1]
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
-    out = q.new_empty(q.shape)
+    out, pdl = q.new_empty(q.shape), dependent_launch(q)
     tile = head_tile(key_heads, size)
     grid = (rows, 2 * -(-key_heads // tile["BH"]) + -(-heads // tile["BH"]))
     _kernel[grid](
         q, k, v, q_weight, k_weight, cos, sin, position, cache_index, cu_tokens, k_cache, v_cache, out,
         len(cu_tokens) - 1, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], eps, HQ=heads, HKV=key_heads, D=size,
-        DIM=cos.shape[1], **tile, num_warps=4,
+        DIM=cos.shape[1], **tile, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return out
 

@@ -84,8 +84,7 @@ def _launch(
     caches, tables = (k_cache, v_cache, page_table, row, kind), (cu_tokens, length)
     if selected is None:
         dense_until = page_table.shape[1] * page_size
-        tokens = min(len(q), len(row) * (1 + max_draft))  # decode and verify tokens, which come first
-        split.launch(q, *caches, *tables, scale, gate, out, tokens)
+        split.launch(q, *caches, *tables, scale, gate, out, 1 + max_draft)
     else:
         dense_until = (selected.shape[1] + 1) * block_size - 1  # positions below see no more blocks than are listed
         gather.launch(q, *caches, sequence, position, scale, selected, block_size, gate, out)

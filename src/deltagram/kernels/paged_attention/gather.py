@@ -11,9 +11,21 @@ from torch import Tensor
 
 from deltagram.kernels._triton import Build, jit, power_of_two, tl
 from deltagram.kernels.paged_attention.split import LOG2_E, SHAPES, TYPES, query_tile
-from deltagram.kernels.paged_attention.tile import MOST_COUNTERS, counters, gated, merge, merge_tile, rows_at, take
+from deltagram.kernels.paged_attention.tile import MOST_COUNTERS, counters, finished, merge, merge_tile, rows_at, take
 
-SIZE = 512  # keys of a part
+SIZE = 256  # keys of a part
+BN = 32
+OPTIONS = {"num_warps": 4, "num_stages": 2, "maxnreg": 128}
+
+
+@jit
+def _keys_at(  # type: ignore[no-untyped-def]
+    i, high, listed, shift, selected, LISTED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Positions of a token's keys i: those of the listed blocks first, then others, `shift` on."""
+    some = (i < high) & (i < listed)
+    block = tl.load(selected + i // BLOCK, mask=some, other=0)
+    return tl.where(some, block * BLOCK + i % BLOCK, i + shift)
 
 
 @jit(
@@ -87,21 +99,28 @@ def _kernel(  # type: ignore[no-untyped-def]
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     high = tl.minimum(low + SIZE, count)
-    shift = tl.where(partial, (complete - LISTED) * BLOCK, 0)  # of the keys after the listed ones
+    listed = tl.where(partial, LISTED * BLOCK, 0)
+    shift = tl.where(partial, complete * BLOCK, 0) - listed
+    chosen = selected + t * LISTED
+    # Two tiles ahead, and pages one: loads that wait for a load get fewer buffers.
+    i = low + tl.arange(0, BN)
+    key_at = _keys_at(i, high, listed, shift, chosen, LISTED, BLOCK)
+    page = tl.load(table + key_at // PAGE, mask=i < high, other=0).to(tl.int64)
+    line = (page * PAGE + key_at % PAGE) * (HKV * D) + h * D
+    key_at = _keys_at(i + BN, high, listed, shift, chosen, LISTED, BLOCK)
     for at in range(low, high, BN):
         i = at + tl.arange(0, BN)
         seen = i < high
-        listed = seen & partial & (i < LISTED * BLOCK)
-        block = tl.load(selected + t * LISTED + i // BLOCK, mask=listed, other=0)
-        key_at = tl.where(listed, block * BLOCK + i % BLOCK, i + shift)
-        page = tl.load(table + key_at // PAGE, mask=seen, other=0).to(tl.int64)
+        from_line = line[:, None] + d[None, :]
+        page = tl.load(table + key_at // PAGE, mask=i + BN < high, other=0).to(tl.int64)
         line = (page * PAGE + key_at % PAGE) * (HKV * D) + h * D
+        key_at = _keys_at(i + 2 * BN, high, listed, shift, chosen, LISTED, BLOCK)
         inside = seen[:, None] & (d < D)[None, :]
-        key = tl.load(k_cache + line[:, None] + d[None, :], mask=inside, other=0)
-        value = tl.load(v_cache + line[:, None] + d[None, :], mask=inside, other=0)
+        key = tl.load(k_cache + from_line, mask=inside, other=0)
+        value = tl.load(v_cache + from_line, mask=inside, other=0)
         acc, top, total = take(acc, top, total, query, key, value, seen[None, :], scale, True)
     if count <= SIZE:
-        result = gated(acc / total[:, None], z, GATED).to(out.dtype.element_ty)
+        result = finished(acc, total, z, GATED).to(out.dtype.element_ty)
         tl.store(rows_at(out, t, head, HKV * GROUP * D, D, d), result, mask=whole)
     else:
         kept = t * (HKV * GROUP) + head
@@ -150,15 +169,12 @@ def launch(
         q, k_cache, v_cache, page_table, row, kind, sequence, position, selected, gates, out, parts, weights,
         counters(q.device), most, page_table.shape[1], q.stride(0), gates.stride(0), gates.stride(1), scale * LOG2_E,
         GATED=gate is not None, HKV=key_heads, GROUP=heads // key_heads, D=size, PAGE=page_size, LISTED=listed,
-        BLOCK=block_size, **_sizes(heads // key_heads, size, listed, block_size), **_OPTIONS,
+        BLOCK=block_size, **_sizes(heads // key_heads, size, listed, block_size), **OPTIONS,
     )  # fmt: skip
 
 
-_OPTIONS = {"num_warps": 4, "num_stages": 3}
-
-
 def _sizes(group: int, size: int, listed: int, block_size: int) -> dict[str, int]:
-    tile = {"ROWS": query_tile(group, 16)["ROWS"], "BD": power_of_two(size, 16), "BN": 32, "SIZE": SIZE}
+    tile = {"ROWS": query_tile(group, 16)["ROWS"], "BD": power_of_two(size, 16), "BN": BN, "SIZE": SIZE}
     return tile | {"MOST": power_of_two(places(listed, block_size)), **merge_tile(group, size)}
 
 
@@ -168,5 +184,5 @@ def builds() -> list[Build]:
         types = TYPES | dict.fromkeys(("q", "k_cache", "v_cache", "gate", "out"), dtype)
         constants = {"GATED": has_gate, "HKV": key_heads, "GROUP": group, "D": size, "PAGE": 64}
         constants |= {"LISTED": 128, "BLOCK": 16, **_sizes(group, size, 128, 16)}
-        made.append(Build(_kernel, types, constants, _OPTIONS))
+        made.append(Build(_kernel, types, constants, OPTIONS))
     return made

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deltagram.kernels._triton import Build, jit, power_of_two, tl
+from deltagram.kernels._triton import Build, dependent_launch, jit, power_of_two, tl
 from deltagram.kernels.paged_attention.split import LOG2_E, SHAPES, TYPES, query_tile
-from deltagram.kernels.paged_attention.tile import gated, rows_at, sequence_tile, take
+from deltagram.kernels.paged_attention.tile import finished, rows_at, sequence_tile, take
 
 
 @jit
@@ -69,6 +69,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     BD: tl.constexpr,
     BN: tl.constexpr,
     NB: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     tile = num_tiles - 1 - tl.program_id(1)  # a sequence's last tile, which sees most, first
     ticks = tl.arange(0, NB)
@@ -78,6 +79,9 @@ def _kernel(  # type: ignore[no-untyped-def]
     new = tl.load(cu_tokens + n + 1) - begin
     offset = (tile - begin // TOKENS - n) * TOKENS
     past = tl.load(length + n) - new
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if (tl.load(kind + n) != 2) | (offset >= new) | (past + offset >= dense_until):
         return
     h = tl.program_id(0)
@@ -103,7 +107,7 @@ def _kernel(  # type: ignore[no-untyped-def]
         True,
     )  # fmt: skip
     z = tl.load(rows_at(gate, token, head, gate_stride, gate_head, d), mask=whole & GATED, other=0)
-    result = gated(acc / total[:, None], z, GATED).to(out.dtype.element_ty)
+    result = finished(acc, total, z, GATED).to(out.dtype.element_ty)
     tl.store(rows_at(out, token, head, HKV * GROUP * D, D, d), result, mask=whole)
 
 
@@ -126,11 +130,12 @@ def launch(
     full, group = q.dtype == torch.float32, heads // key_heads
     sizes = _sizes(full, group, size, len(row))
     num_tiles = num_rows // sizes["TOKENS"] + len(row)
-    gates = q if gate is None else gate
+    gates, pdl = q if gate is None else gate, dependent_launch(q)
     _kernel[(key_heads, num_tiles)](
         q, k_cache, v_cache, page_table, row, kind, cu_tokens, length, gates, out, len(row), num_tiles,
         page_table.shape[1], dense_until, q.stride(0), gates.stride(0), gates.stride(1), scale * LOG2_E,
-        GATED=gate is not None, HKV=key_heads, GROUP=group, D=size, PAGE=page_size, **sizes, **_options(full),
+        GATED=gate is not None, HKV=key_heads, GROUP=group, D=size, PAGE=page_size, **sizes, PDL=pdl, launch_pdl=pdl,
+        **_options(full),
     )  # fmt: skip
 
 

@@ -1,12 +1,12 @@
 """Decode and verify tokens: each part of a sequence's keys on its own, and the parts put together by the last to end.
 
-Tokens of a sequence whose positions lie in the same aligned group of TOKENS, with all query heads of one key head, are
-one tile of queries. A tile's keys are cut into at most MOST parts of equal size. That size depends on the group's
-position alone, and is a multiple of TOKENS: so it is the same for all of its tokens, and each of them has its last key
-in the same part.
+Up to TOKENS tokens of a sequence, with all query heads of one key head, are one tile of queries. A token's keys are cut
+into at most MOST parts of equal size, which depends on its position alone; a tile's tokens have parts of one size, and
+see as much of each part as lies before them.
 
-The grid is fixed, and its programs share out the step's (sequence, part, tile, key head) items, which they count from
-the sequences' lengths.
+The grid is fixed: its programs take equal shares of the step's keys, counted from the sequences' lengths over all tiles
+and key heads, and each does the parts that begin in its share. What a program does before and after a run of keys costs
+as much as some hundred keys, so it goes through neighbouring parts in one run, and starts while the kernel before ends.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from deltagram.kernels._triton import Build, jit, power_of_two, tl
+from deltagram.kernels._triton import Build, dependent_launch, jit, power_of_two, prefetch, tl
 from deltagram.kernels.paged_attention.tile import (
     MOST_COUNTERS,
     counters,
-    gated,
+    finished,
     merge,
     merge_tile,
     part_shift,
@@ -29,7 +29,9 @@ from deltagram.kernels.paged_attention.tile import (
     take,
 )
 
-LEAST, MOST = 7, 64  # log2 of a part's keys, and parts
+LEAST, MOST = 7, 32  # log2 of a part's keys, and parts
+AHEAD = 128  # keys that a program asks for before it may begin
+OPTIONS = {"num_warps": 8, "num_stages": 3}  # a program to a multiprocessor: its tiles fill most of the memory
 
 
 @jit(
@@ -70,6 +72,9 @@ def _kernel(  # type: ignore[no-untyped-def]
     NB: tl.constexpr,
     LEAST: tl.constexpr,
     MOST: tl.constexpr,
+    AHEAD: tl.constexpr,
+    LINES: tl.constexpr,
+    PDL: tl.constexpr,
     BG: tl.constexpr,
     BP: tl.constexpr,
 ):
@@ -79,32 +84,56 @@ def _kernel(  # type: ignore[no-untyped-def]
     new = tl.load(cu_tokens + ticks + 1, mask=there, other=0) - first
     ends = tl.load(length + ticks, mask=there, other=1)
     mine = (tl.load(kind + ticks, mask=there, other=3) <= 1) & (new > 0)
-    start = ends - new
-    tiles = (ends - 1) // TOKENS - start // TOKENS + 1
-    cuts = ((ends - 1) >> part_shift(start + 1, LEAST, MOST)) + 1
-    items = tl.where(mine, tiles * cuts * HKV, 0)
-    upto = tl.cumsum(items, 0)
+    shifts = part_shift(ends - new + 1, LEAST, MOST)
+    edges = tl.minimum(ends, MOST << shifts)  # tokens from here on have larger parts
+    tiles = tl.cdiv(edges - ends + new, TOKENS) + tl.cdiv(ends - edges, TOKENS)
+    lines = (((ends - 1) >> shifts) + 1) << (shifts - LEAST)  # a tile's keys, in least parts
+    work = tl.where(mine, lines * tiles * HKV, 0)
+    upto = tl.cumsum(work, 0)
+    least = tl.min(tl.where(mine, 1 << (shifts - LEAST), 1 << 10))
+    share = tl.cdiv(tl.cdiv(tl.sum(work), tl.num_programs(0)), least) * least
+    from_here = tl.program_id(0) * share
+    stop = tl.minimum(from_here + share, tl.sum(work))
     d = tl.arange(0, BD)
     rows = tl.arange(0, ROWS)
-    for item in range(tl.program_id(0), tl.sum(items), tl.num_programs(0)):
-        n = tl.sum((upto <= item).to(tl.int32))
-        rest = item - tl.sum(tl.where(ticks < n, items, 0))
+    at = from_here
+    while at < stop:
+        n = tl.sum((upto <= at).to(tl.int32))
+        rest = at - tl.sum(tl.where(ticks < n, work, 0))
         begin = tl.load(cu_tokens + n)
         end = tl.load(length + n)
         past = end - (tl.load(cu_tokens + n + 1) - begin)
         table = page_table + tl.load(row + n).to(tl.int64) * pages
-        h = rest % HKV
-        rest = rest // HKV
-        num_tiles = (end - 1) // TOKENS - past // TOKENS + 1
-        group = (past // TOKENS + rest % num_tiles) * TOKENS  # the first position of the tile's group
-        part = rest // num_tiles
-        shift = part_shift(group + 1, LEAST, MOST)
-        low, last = part << shift, tl.minimum(group + TOKENS, end)
-        if low < last:
-            place = group + rows // GROUP
+        shift = part_shift(past + 1, LEAST, MOST)
+        line = (((end - 1) >> shift) + 1) << (shift - LEAST)
+        offset = rest % line
+        h = rest // line % HKV
+        tile = rest // line // HKV
+        edge = tl.minimum(end, MOST << shift)
+        before = tl.cdiv(edge - past, TOKENS)
+        start = tl.where(tile < before, past + tile * TOKENS, edge + (tile - before) * TOKENS)
+        until = tl.minimum(start + TOKENS, tl.where(tile < before, edge, end))
+        shift = part_shift(start + 1, LEAST, MOST)
+        count = ((until - 1) >> shift) + 1  # parts of the tile, of which those from `part` to before `other` are ours
+        part = tl.cdiv(offset << LEAST, 1 << shift)
+        other = tl.minimum(tl.cdiv((offset + stop - at) << LEAST, 1 << shift), count)
+        low, high = part << shift, tl.minimum(other << shift, until)
+        if PDL:
+            if at == from_here:
+                key_at = tl.minimum(low + tl.arange(0, AHEAD), until - 1)
+                page = tl.load(table + key_at // PAGE).to(tl.int64)
+                # The newest keys may be on their way: no harm, they are written where they then are.
+                near = ((page * PAGE + key_at % PAGE) * (HKV * D) + h * D)[:, None]
+                near += tl.minimum(tl.arange(0, LINES) * (BD // LINES), D - 1)[None, :]
+                prefetch(k_cache + near)
+                prefetch(v_cache + near)
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        if part < other:
+            place = start + rows // GROUP
             token = (begin + place - past).to(tl.int64)
             head = h * GROUP + rows % GROUP
-            real = (rows < TOKENS * GROUP) & (place >= past) & (place < end)
+            real = (rows < TOKENS * GROUP) & (place < until)
             whole = real[:, None] & (d < D)[None, :]
             next_page = tl.load(table + low // PAGE)  # a tile ahead: loads that wait for a load get fewer buffers
             z = tl.load(rows_at(gate, token, head, gate_stride, gate_head, d), mask=whole & GATED, other=0)  # for later
@@ -112,37 +141,43 @@ def _kernel(  # type: ignore[no-untyped-def]
             acc = tl.zeros([ROWS, BD], tl.float32)
             top = tl.full([ROWS], float("-inf"), tl.float32)
             total = tl.zeros([ROWS], tl.float32)
-            high = tl.minimum((part + 1) << shift, last)
+            kept = token * (HKV * GROUP) + head
             near = tl.arange(0, BN)[:, None] * (HKV * D) + d[None, :]
-            for at in range(low, high, BN):
-                key_at = at + tl.arange(0, BN)
+            for key in range(low, high, BN):
+                key_at = key + tl.arange(0, BN)
                 page = next_page.to(tl.int64)
-                next_page = tl.load(table + (at + BN) // PAGE, mask=at + BN < high, other=0)
-                line = (page * PAGE + at % PAGE) * (HKV * D) + h * D
+                next_page = tl.load(table + (key + BN) // PAGE, mask=key + BN < high, other=0)
+                from_line = (page * PAGE + key % PAGE) * (HKV * D) + h * D
                 inside = (key_at < high)[:, None] & (d < D)[None, :]
-                key = tl.load(k_cache + line + near, mask=inside, other=0)
-                value = tl.load(v_cache + line + near, mask=inside, other=0)
-                visible = (key_at[None, :] <= place[:, None]) & (key_at < high)[None, :]
-                acc, top, total = take(acc, top, total, query, key, value, visible, scale, True)
-            if group >> shift == 0:  # one part: done
-                result = gated(acc / total[:, None], z, GATED).to(out.dtype.element_ty)
+                k = tl.load(k_cache + from_line + near, mask=inside, other=0)
+                v = tl.load(v_cache + from_line + near, mask=inside, other=0)
+                acc, top, total = take(acc, top, total, query, k, v, key_at[None, :] <= place[:, None], scale, True)
+                if (count > 1) & (((key + BN) % (1 << shift) == 0) | (key + BN >= high)):  # a part ends
+                    to = kept * places + (key >> shift)
+                    tl.store(parts + (to * D)[:, None] + d[None, :], acc, mask=whole)
+                    tl.store(weights + to + kept * places, top, mask=real)
+                    tl.store(weights + to + (kept + 1) * places, total, mask=real)
+                    acc = tl.zeros([ROWS, BD], tl.float32)
+                    top = tl.full([ROWS], float("-inf"), tl.float32)
+                    total = tl.zeros([ROWS], tl.float32)
+            if count == 1:
+                result = finished(acc, total, z, GATED).to(out.dtype.element_ty)
                 tl.store(rows_at(out, token, head, HKV * GROUP * D, D, d), result, mask=whole)
             else:
-                kept = token * (HKV * GROUP) + head
-                to = parts + (kept * places + part) * D
-                tl.store(to[:, None] + d[None, :], acc, mask=whole)
-                tl.store(weights + kept * 2 * places + part, top, mask=real)
-                tl.store(weights + (kept * 2 + 1) * places + part, total, mask=real)
                 tl.debug_barrier()  # all of the program's writes come before its count
-                from_token = (begin + tl.maximum(group, past) - past).to(tl.int64)
-                ended = tl.atomic_add(done + from_token * HKV + h, 1, sem="acq_rel")
-                if ended == group >> shift:
-                    for i in range(last - tl.maximum(group, past)):
+                first_token = (begin + start - past).to(tl.int64)
+                counter = done + first_token * HKV + h
+                if tl.atomic_add(counter, other - part, sem="acq_rel") == count - (other - part):
+                    for i in range(until - start):
                         merge(
-                            parts, weights, places, ended + 1, gate, out, gate_stride, gate_head, from_token + i,
-                            h * GROUP, HKV * GROUP, GROUP, D, GATED, BG, BP, MOST, BD,
+                            parts, weights, places, ((start + i) >> shift) + 1, gate, out, gate_stride, gate_head,
+                            first_token + i, h * GROUP, HKV * GROUP, GROUP, D, GATED, BG, BP, MOST, BD,
                         )  # fmt: skip
-                    tl.store(done + from_token * HKV + h, 0)
+                    tl.store(counter, 0)
+        at += line - offset
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     width = tl.full([], HKV * GROUP * D, tl.int64)
     for t in range(tl.load(cu_tokens + num_sequences) + tl.program_id(0), num_rows, tl.num_programs(0)):  # padding
         for h in range(HKV * GROUP):
@@ -161,33 +196,29 @@ def launch(
     scale: float,
     gate: Tensor | None,
     out: Tensor,
-    tokens: int,
+    each: int,
 ) -> None:
-    """Attend decode and verify tokens, of which there are at most `tokens`, and zero the rows of padding."""
+    """Attend decode and verify tokens, of which a sequence has at most `each`, and zero the rows of padding."""
     num_rows, heads, size = q.shape
     page_size, key_heads = k_cache.shape[1:3]
     pages, group = page_table.shape[1], heads // key_heads
+    tokens = min(num_rows, len(row) * each)  # they come first
     places = min(MOST, -(-pages * page_size >> LEAST))
-    sizes = _sizes(q.dtype == torch.float32, group, size, len(row))
+    sizes = _sizes(q.dtype == torch.float32, group, size, len(row), each)
     parts = q.new_empty((tokens, heads, places, size), dtype=torch.float32)
     weights = q.new_empty((tokens, heads, 2, places), dtype=torch.float32)
     assert tokens * key_heads <= MOST_COUNTERS
-    items = min(tokens, len(row) * (1 + tokens // sizes["TOKENS"])) * places * key_heads
-    gates = q if gate is None else gate
-    _kernel[(min(items, resident(size) * processors(q.device)),)](
+    items = min(tokens, len(row) * (1 + -(-each // sizes["TOKENS"]))) * places * key_heads
+    gates, pdl = q if gate is None else gate, dependent_launch(q)
+    _kernel[(min(items, processors(q.device)),)](
         q, k_cache, v_cache, page_table, row, kind, cu_tokens, length, gates, out, parts, weights,
         counters(q.device), num_rows, len(row), places, pages, q.stride(0), gates.stride(0), gates.stride(1),
-        scale * LOG2_E, GATED=gate is not None, HKV=key_heads, GROUP=group, D=size, PAGE=page_size, **sizes, **OPTIONS,
+        scale * LOG2_E, GATED=gate is not None, HKV=key_heads, GROUP=group, D=size, PAGE=page_size, **sizes, PDL=pdl,
+        launch_pdl=pdl, **OPTIONS,
     )  # fmt: skip
 
 
 LOG2_E = 1.4426950408889634
-OPTIONS = {"num_warps": 4, "num_stages": 3}
-
-
-def resident(size: int) -> int:
-    """Programs that a multiprocessor holds at once: two tiles of 64 keys and values of 256 fill most of its memory."""
-    return max(1, 256 // power_of_two(size))
 
 
 @cache
@@ -201,10 +232,13 @@ def query_tile(group: int, least: int) -> dict[str, int]:
     return {"ROWS": rows, "TOKENS": 1 << ((rows // group).bit_length() - 1)}
 
 
-def _sizes(full: bool, group: int, size: int, num_sequences: int) -> dict[str, int]:
-    """`full`: fp32 inputs, whose products no tensor core takes."""
-    tile = query_tile(group, 16) | {"BD": power_of_two(size, 16), "BN": 32 if full or size > 256 else 64}
-    tile |= {"LEAST": LEAST, "MOST": MOST}
+def _sizes(full: bool, group: int, size: int, num_sequences: int, each: int) -> dict[str, int]:
+    """`full`: fp32 inputs, whose products no tensor core takes. Up to 32 rows of a tile are laid out, and summed, alike
+    on tensor cores."""
+    rows = max(power_of_two(group, 16), min(power_of_two(group * each), 16 if full else 32))
+    tile = {"ROWS": rows, "TOKENS": rows // group, "BD": power_of_two(size, 16)}
+    tile |= {"BN": 32 if full or size > 256 else 64, "LEAST": LEAST, "MOST": MOST}
+    tile |= {"AHEAD": AHEAD, "LINES": max(1, tile["BD"] * (4 if full else 2) // 128)}
     return tile | sequence_tile(num_sequences) | merge_tile(group, size)
 
 
@@ -219,8 +253,8 @@ SHAPES = (("*bf16", 4, 4, 256, True), ("*bf16", 2, 8, 128, False), ("*fp32", 2, 
 
 def builds() -> list[Build]:
     made = []
-    for dtype, key_heads, group, size, has_gate in SHAPES:
+    for (dtype, key_heads, group, size, has_gate), each in zip(SHAPES, (1, 6, 6), strict=True):
         types = TYPES | dict.fromkeys(("q", "k_cache", "v_cache", "gate", "out"), dtype)
         constants = {"GATED": has_gate, "HKV": key_heads, "GROUP": group, "D": size, "PAGE": 64}
-        made.append(Build(_kernel, types, constants | _sizes(dtype == "*fp32", group, size, 1), OPTIONS))
+        made.append(Build(_kernel, types, constants | _sizes(dtype == "*fp32", group, size, 1, each), OPTIONS))
     return made

@@ -36,21 +36,34 @@ def rows_at(base, token, head, stride, head_stride, d):  # type: ignore[no-untyp
 
 
 @jit
-def gated(result, z, GATED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The result times sigmoid(z), or the result."""
+def finished(acc, total, z, GATED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The result [ROWS, BD] of sums and their weights, times sigmoid(z) if GATED."""
+    result = acc * (1 / total)[:, None]
     if GATED:
-        result = result / (1 + tl.exp(-z.to(tl.float32)))
+        result = result * (1 / (1 + tl.exp2(z.to(tl.float32) * -1.4426950408889634)))
     return result
 
 
 @jit
 def part_shift(context, LEAST: tl.constexpr, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
     """Log2 of the keys of one part for a query that sees `context` keys: the smallest power of two from 2^LEAST on that
-    makes no more than MOST parts, up to 2^10 times the least."""
-    shift = context * 0 + LEAST
-    for _ in tl.static_range(10):
-        shift = tl.where((MOST << shift) < context, shift + 1, shift)
-    return shift
+    makes no more than MOST (a power of two) parts."""
+    log2 = ((context - 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126  # rounded up; exact up to 2^24
+    return tl.maximum(log2 - (MOST.bit_length() - 1), LEAST)
+
+
+@jit
+def _some(  # type: ignore[no-untyped-def]
+    parts, weights, places, count, line, low,
+    GROUP: tl.constexpr, D: tl.constexpr, BG: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Largest scores [BG, BP] and sums [BG, BP, BD] of the parts from `low` on."""
+    deep = tl.arange(0, BD)[None, None, :]
+    p = low + tl.arange(0, BP)[None, :]
+    here = (tl.arange(0, BG) < GROUP)[:, None] & (p < count)
+    top = tl.load(weights + (line * 2 * places)[:, None] + p, mask=here, other=float("-inf"), cache_modifier=".cg")
+    source = ((line * places)[:, None] + p)[:, :, None] * D + deep
+    return top, tl.load(parts + source, mask=here[:, :, None] & (deep < D), other=0, cache_modifier=".cg")
 
 
 @jit
@@ -70,23 +83,17 @@ def merge(  # type: ignore[no-untyped-def]
     totals = tl.load(at + places, mask=here, other=0, cache_modifier=".cg")
     top = tl.max(tl.where((g < GROUP)[:, None], tops, 0.0), 1)
     total = tl.sum(totals * tl.exp2(tops - top[:, None]), 1)
-    deep = tl.arange(0, BD)[None, None, :]
     acc = tl.zeros([BG, BD], tl.float32)
+    share, sums = _some(parts, weights, places, count, line, 0, GROUP, D, BG, BP, BD)
     for low in range(0, count, BP):
-        q = low + tl.arange(0, BP)[None, :]
-        some = (g < GROUP)[:, None] & (q < count)
-        share = tl.load(
-            weights + (line * 2 * places)[:, None] + q, mask=some, other=float("-inf"), cache_modifier=".cg"
-        )
-        share = tl.exp2(share - top[:, None])
-        source = ((line * places)[:, None] + q)[:, :, None] * D + deep
-        sums = tl.load(parts + source, mask=some[:, :, None] & (deep < D), other=0, cache_modifier=".cg")
-        acc += tl.sum(sums * share[:, :, None], 1)
+        next_share, next_sums = _some(parts, weights, places, count, line, low + BP, GROUP, D, BG, BP, BD)
+        acc += tl.sum(sums * tl.exp2(share - top[:, None])[:, :, None], 1)
+        share, sums = next_share, next_sums
     total = tl.where(g < GROUP, total, 1.0)
     d = tl.arange(0, BD)
     inside = (g < GROUP)[:, None] & (d < D)[None, :]
     z = tl.load(rows_at(gate, token, first_head + g, gate_stride, gate_head, d), mask=inside & GATED, other=0)
-    whole = gated(acc / total[:, None], z, GATED).to(out.dtype.element_ty)
+    whole = finished(acc, total, z, GATED).to(out.dtype.element_ty)
     tl.store(rows_at(out, token, first_head + g, HQ * D, D, d), whole, mask=inside)
 
 
