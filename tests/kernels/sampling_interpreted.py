@@ -2,7 +2,9 @@
 
 import torch
 import triton.runtime.interpreter as interpreter
+from torch import Tensor
 
+from deltagram.kernels.sample_tokens import Requests, Scratch, pick_from_all
 from deltagram.testing.sampling import check
 
 _patch = interpreter._patch_lang_tensor
@@ -15,6 +17,20 @@ def _patch_index(tensor, scope):  # NumPy 2.4 no longer turns an array of one el
 
 interpreter._patch_lang_tensor = _patch_index
 
+unsettled = 0
+_launch = pick_from_all.launch
+
+
+def _counting(sampled: Tensor, ends: Tensor, sequence: Tensor, position: Tensor, row: Tensor, requests: Requests,
+              work: Scratch, *sizes: int) -> None:  # fmt: skip
+    global unsettled
+    unsettled += int(work.unsettled.sum())
+    _launch(sampled, ends, sequence, position, row, requests, work, *sizes)
+
+
 if __name__ == "__main__":
     cpu = torch.device("cpu")
+    pick_from_all.launch = _counting
     assert check(130, torch.float32, range(6), cpu, cpu) > 3
+    drawn = check(4300, torch.float32, range(3), cpu, cpu)  # more likely tokens than a block keeps aside
+    assert drawn > 3 and unsettled > 5, (drawn, unsettled)

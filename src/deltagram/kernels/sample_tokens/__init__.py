@@ -7,17 +7,17 @@ Every request has a row of `Requests`, written when it is admitted, so that a st
 those of reference.py, whose bits these are: integer weights, the inverse of their cumulative sum in vocabulary order,
 random numbers that are a function of (seed, position), the lowest id first among equals.
 
-Six launches of fixed grids: count the history, for penalties; adjust and find the largest; weigh; pick; pick from the
-whole vocabulary, where few likely tokens do not settle it; log-probabilities. A program whose row does not ask returns
-first, so a greedy step is one pass over its logits. A filter keeps a prefix of the tokens in falling order: where it
-ends is found, bit by bit, among the tokens that are at least 2^-13 as likely as the likeliest, of which each 4096
-tokens may hold 128; where those do not suffice, among all of them.
+Seven launches of fixed grids: count the history, for penalties; find the largest; adjust, and find the largest again;
+weigh; pick; pick from the whole vocabulary, where few likely tokens do not settle it; log-probabilities. A program
+whose row does not ask returns first, so a greedy step is one pass over its logits. A filter keeps a prefix of the
+tokens in falling order: where it ends is found, bit by bit, among the tokens that are at least 2^-13 as likely as the
+likeliest, of which each 4096 tokens may hold 128; where those do not suffice, among all of them, in 23 looks at most
+(pick_from_all.py).
 
 Shapes: logits [L, V], fp32 or bf16; sampled [L], cu_samples [N + 1], sequence and position [T], row [N]: int32, as in
-the sequence table; history int32 [rows, context]; `work` is Scratch.of(L, V, K, device), whose `counts` are zero and
-stay so. What is returned lies in it: tokens int64 [L], logprobs fp32 [L], top_tokens int64 and top_logprobs fp32
-[L, K], the latter three where the request asks for them. What lies past cu_samples[-1], and past the alternatives
-asked for, may be anything.
+the sequence table; history int32 [rows, context]; `work` is Scratch.of(L, V, K, device). What is returned lies in it:
+tokens int64 [L], logprobs fp32 [L], top_tokens int64 and top_logprobs fp32 [L, K], the latter three where the request
+asks for them. What lies past cu_samples[-1], and past the alternatives asked for, may be anything.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ import torch
 from torch import Tensor
 
 from deltagram.kernels._triton import Impl, choose
+from deltagram.kernels.sample_tokens.pick_from_all import MEETING
 from deltagram.kernels.sample_tokens.reference import reference as _reference
-from deltagram.kernels.sample_tokens.triton import BLOCK, SEGMENT
+from deltagram.kernels.sample_tokens.rows import BLOCK
+from deltagram.kernels.sample_tokens.triton import SEGMENT
 from deltagram.kernels.sample_tokens.triton import ahead_of_time as ahead_of_time
 from deltagram.kernels.sample_tokens.triton import launch as _launch
 
@@ -68,7 +70,7 @@ class Scratch(NamedTuple):
     logprobs: Tensor
     top_tokens: Tensor
     top_logprobs: Tensor
-    counts: Tensor  # int32 [L, V]
+    counts: Tensor  # int32 [L, V], zero before and after
     adjusted: Tensor  # fp32 [L, V]
     weights: Tensor  # int64 [L, V]
     block_real: Tensor  # fp32 [L, blocks, 3]: largest adjusted logit; largest logit; sum of exp(logit - largest)
@@ -76,6 +78,7 @@ class Scratch(NamedTuple):
     block_weight: Tensor  # int64 [L, blocks]
     likely_token: Tensor  # int32 [L, blocks, SEGMENT]
     unsettled: Tensor  # int32 [L]
+    meeting: Tensor  # int64 [L, MEETING]; its sums and counts are zero before and after
 
     @staticmethod
     def of(num_samples: int, vocab_size: int, max_logprobs: int, device: torch.device) -> Scratch:
@@ -98,6 +101,7 @@ class Scratch(NamedTuple):
             made(blocks, dtype=torch.int64),
             made(blocks, SEGMENT, dtype=torch.int32),
             made(dtype=torch.int32),
+            made(MEETING, dtype=torch.int64),
         )
 
 

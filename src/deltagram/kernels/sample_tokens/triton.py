@@ -5,78 +5,43 @@ Arithmetic is that of reference.py step by step: no product and sum is fused, qu
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from deltagram.kernels._triton import Build, dependent_launch, jit, power_of_two, tl
+from deltagram.kernels.sample_tokens import pick_from_all
+from deltagram.kernels.sample_tokens.rows import (
+    BLOCK,
+    LIKELY,
+    ONE,
+    ROUND,
+    SIZES,
+    let_next,
+    ordered,
+    owner_of,
+    target_of,
+    wait,
+)
 
 if TYPE_CHECKING:
     from deltagram.kernels.sample_tokens import Requests, Scratch
 
-BLOCK = 4096
 SEGMENT = 128  # likely tokens of a block that are kept aside
 COUNTERS = 8  # programs that count a row's history
-_CHUNK = 1024
-_SIZES = ["sampled_end", "context", "vocab", "blocks", "max_edits", "max_logprobs"]
+CHUNK = 1024
 
 
-def _constant(value: Any) -> Any:
-    return value if tl is None else tl.constexpr(value)
-
-
-_ONE = _constant(2.0**42)  # see reference.py
-_LIKELY = _constant(2.0**29)  # 2^-13 of it
-_ROUND = _constant(2.0**52)  # a number below it, plus and minus it, is rounded to an integer, ties to even
-_SEED = _constant(0xDA942042E4DD58B5 - 2**64)
-_POSITION = _constant(0x9E3779B97F4A7C15 - 2**64)
-_MIX_1 = _constant(0xBF58476D1CE4E5B9 - 2**64)
-_MIX_2 = _constant(0x94D049BB133111EB - 2**64)
-
-
-@jit
-def _follow(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Start while the kernel before ends, and wait for it: see _triton.py."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-
-
-@jit
-def _owner(n, sampled, cu_samples, sampled_end, sequence, row):  # type: ignore[no-untyped-def]
-    """The request row and token of row n of the logits; row -1 past the real ones."""
-    token = tl.load(sampled + n)
-    owner = tl.load(row + tl.load(sequence + token))
-    return tl.where(n < tl.load(cu_samples + sampled_end), owner, -1).to(tl.int64), token
-
-
-@jit
-def _uniform(seed, position):  # type: ignore[no-untyped-def]
-    state = seed * _SEED + position * _POSITION
-    state = (state ^ ((state >> 30) & ((1 << 34) - 1))) * _MIX_1
-    state = (state ^ ((state >> 27) & ((1 << 37) - 1))) * _MIX_2
-    state = state ^ ((state >> 31) & ((1 << 33) - 1))
-    return tl.maximum((state >> 11) & ((1 << 53) - 1), 1).to(tl.float64) * 1.1102230246251565e-16  # 2^-53
-
-
-@jit
-def _ordered(x):  # type: ignore[no-untyped-def]
-    """fp32 as integers from 0 in the same order; the two zeros are one."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) + (1 << 31)
-
-
-@jit(do_not_specialize=_SIZES)
+@jit(do_not_specialize=SIZES)
 def _count_kernel(  # type: ignore[no-untyped-def]
     sampled, cu_samples, sampled_end, sequence, position, row, whole, history, counts, context, vocab,
     COUNTERS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    _follow(PDL)
+    let_next(PDL)
     n = tl.program_id(0)
-    owner, token = _owner(n, sampled, cu_samples, sampled_end, sequence, row)
-    if owner < 0:
-        return
-    if (tl.load(whole + owner * 6) & 2) == 0:
+    owner, token, flags = owner_of(n, sampled, cu_samples, sampled_end, sequence, row, whole)
+    wait(PDL)
+    if (flags & 2) == 0:
         return
     known, prompt = tl.load(position + token) + 1, tl.load(whole + owner * 6 + 3)
     mine = counts + n.to(tl.int64) * vocab
@@ -90,126 +55,146 @@ def _count_kernel(  # type: ignore[no-untyped-def]
         first += COUNTERS * CHUNK
 
 
-@jit(do_not_specialize=_SIZES)
+@jit(do_not_specialize=SIZES)
+def _largest_kernel(  # type: ignore[no-untyped-def]
+    logits, sampled, cu_samples, sampled_end, sequence, row, whole, block_real, block_whole, vocab, blocks,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Of the logits as they are: all that a greedy row asks for. Few registers, since its programs are many."""
+    let_next(PDL)
+    n, b = tl.program_id(0), tl.program_id(1)
+    owner, _, flags = owner_of(n, sampled, cu_samples, sampled_end, sequence, row, whole)
+    wait(PDL)
+    if owner < 0:
+        return
+    at = b * BLOCK + tl.arange(0, BLOCK)
+    inside = at < vocab
+    x = tl.load(logits + n.to(tl.int64) * vocab + at, mask=inside, other=-float("inf")).to(tl.float32)
+    part = n.to(tl.int64) * blocks + b
+    largest = tl.max(tl.where(x == x, x, float("inf")), 0)
+    tl.store(block_real + part * 3 + 1, largest)
+    tl.store(block_whole + part * 3 + 1, tl.min(tl.where(((x == largest) | (x != x)) & inside, at, vocab), 0))
+    if (flags & 8) != 0:
+        tl.store(block_real + part * 3 + 2, tl.sum(tl.where(inside, tl.exp(x - largest), 0.0), 0))
+
+
+@jit(do_not_specialize=SIZES)
 def _adjust_kernel(  # type: ignore[no-untyped-def]
     logits, sampled, cu_samples, sampled_end, sequence, position, row, whole, real, edits, allowed, counts, adjusted,
     block_real, block_whole, vocab, blocks, max_edits, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    _follow(PDL)
-    n, b = tl.program_id(0), tl.program_id(1)
-    at = b * BLOCK + tl.arange(0, BLOCK)
-    inside = at < vocab
-    x = tl.load(logits + n.to(tl.int64) * vocab + at, mask=inside, other=-float("inf")).to(tl.float32)  # on its way
-    owner, token = _owner(n, sampled, cu_samples, sampled_end, sequence, row)
-    if owner < 0:
+    let_next(PDL)
+    n = tl.program_id(0)
+    owner, token, flags = owner_of(n, sampled, cu_samples, sampled_end, sequence, row, whole)
+    wait(PDL)
+    if (flags & 5) == 0:
         return
-    flags = tl.load(whole + owner * 6)
-    part = n.to(tl.int64) * blocks + b
-    if (flags & 8) != 0:
-        largest = tl.max(x, 0)
-        tl.store(block_real + part * 3 + 1, largest)
-        tl.store(block_real + part * 3 + 2, tl.sum(tl.where(inside, tl.exp(x - largest), 0.0), 0))
-        tl.store(block_whole + part * 3 + 1, tl.min(tl.where(x == largest, at, vocab), 0))
-    if (flags & 4) != 0:
-        bits = tl.load(allowed + owner * ((vocab + 7) // 8) + at // 8, mask=inside, other=0)
-        x = tl.where(((bits >> (at % 8).to(tl.uint8)) & 1) != 0, x, -float("inf"))
-    if (flags & 1) != 0:
-        outputs = (tl.load(position + token) + 1 - tl.load(whole + owner * 6 + 3)).to(tl.int32)
-        mine = edits + owner * 3 * max_edits
-        number, e = tl.load(whole + owner * 6 + 4).to(tl.int32), 0
-        while e < number:
-            holds = outputs < tl.load(mine + 2 * max_edits + e)
-            value = tl.load(mine + max_edits + e).to(tl.float32, bitcast=True)
-            x = tl.where((at == tl.load(mine + e)) & holds, x + value, x)
-            e += 1
-        if (flags & 2) != 0:
-            seen = counts + n.to(tl.int64) * vocab + at
-            count = tl.load(seen, mask=inside, other=0)
-            tl.store(seen, tl.zeros_like(count), mask=inside)
-            said = count & ((1 << 30) - 1)
-            repetition = tl.load(real + owner * 6 + 3).to(tl.float32)
-            presence = tl.load(real + owner * 6 + 4).to(tl.float32)
-            frequency = tl.load(real + owner * 6 + 5).to(tl.float32)
-            repeated = tl.where(x > 0, tl.div_rn(x, tl.full([BLOCK], 1.0, tl.float32) * repetition), x * repetition)
-            x = tl.where(count != 0, repeated, x)
-            x = x - said.to(tl.float32) * frequency - (said > 0).to(tl.float32) * presence
-    x = tl.where(inside, x, -float("inf"))
-    if (flags & 5) != 0:
+    outputs = (tl.load(position + token) + 1 - tl.load(whole + owner * 6 + 3)).to(tl.int32)
+    mine = edits + owner * 3 * max_edits
+    number = tl.load(whole + owner * 6 + 4).to(tl.int32)
+    b = tl.program_id(1)
+    while b < blocks:
+        at = b * BLOCK + tl.arange(0, BLOCK)
+        inside = at < vocab
+        x = tl.load(logits + n.to(tl.int64) * vocab + at, mask=inside, other=-float("inf")).to(tl.float32)
+        if (flags & 4) != 0:
+            bits = tl.load(allowed + owner * ((vocab + 7) // 8) + at // 8, mask=inside, other=0)
+            x = tl.where(((bits >> (at % 8).to(tl.uint8)) & 1) != 0, x, -float("inf"))
+        if (flags & 1) != 0:
+            e = 0
+            while e < number:
+                holds = outputs < tl.load(mine + 2 * max_edits + e)
+                value = tl.load(mine + max_edits + e).to(tl.float32, bitcast=True)
+                x = tl.where((at == tl.load(mine + e)) & holds, x + value, x)
+                e += 1
+            if (flags & 2) != 0:
+                seen = counts + n.to(tl.int64) * vocab + at
+                count = tl.load(seen, mask=inside, other=0)
+                tl.store(seen, tl.zeros_like(count), mask=inside)
+                said = count & ((1 << 30) - 1)
+                repetition = tl.load(real + owner * 6 + 3).to(tl.float32)
+                presence = tl.load(real + owner * 6 + 4).to(tl.float32)
+                frequency = tl.load(real + owner * 6 + 5).to(tl.float32)
+                repeated = tl.where(x > 0, tl.div_rn(x, tl.full([BLOCK], 1.0, tl.float32) * repetition), x * repetition)
+                x = tl.where(count != 0, repeated, x)
+                x = x - said.to(tl.float32) * frequency - (said > 0).to(tl.float32) * presence
+        x = tl.where(inside, x, -float("inf"))
         tl.store(adjusted + n.to(tl.int64) * vocab + at, x, mask=inside)
-    rank = tl.where(x == x, x, float("inf"))
-    largest = tl.max(rank, 0)
-    tl.store(block_real + part * 3, largest)
-    tl.store(block_whole + part * 3, tl.min(tl.where((rank == largest) & inside, at, vocab), 0))
+        part = n.to(tl.int64) * blocks + b
+        rank = tl.where(x == x, x, float("inf"))
+        largest = tl.max(rank, 0)
+        tl.store(block_real + part * 3, largest)
+        tl.store(block_whole + part * 3, tl.min(tl.where((rank == largest) & inside, at, vocab), 0))
+        b += tl.num_programs(1)
 
 
 @jit
 def _weights(x, largest, temperature):  # type: ignore[no-untyped-def]
     below = (x.to(tl.float64) - largest) / temperature
     below = tl.where(below == below, below, 0.0)
-    return ((tl.exp(below) * _ONE + _ROUND) - _ROUND).to(tl.int64)
+    return ((tl.exp(below) * ONE + ROUND) - ROUND).to(tl.int64)
 
 
 @jit
-def _largest(block_real, n, blocks, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _largest(block_real, n, blocks, raw, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The largest of each block, adjusted, or `raw` (1)."""
     b = tl.arange(0, BLOCKS)
     part = n.to(tl.int64) * blocks + b
-    return tl.load(block_real + part * 3, mask=b < blocks, other=-float("inf"))
+    return tl.load(block_real + part * 3 + raw, mask=b < blocks, other=-float("inf"))
 
 
-@jit(do_not_specialize=_SIZES)
+@jit(do_not_specialize=SIZES)
 def _weigh_kernel(  # type: ignore[no-untyped-def]
     logits, sampled, cu_samples, sampled_end, sequence, row, whole, real, adjusted, weights, block_real, block_whole,
     block_weight, likely_token, vocab, blocks,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SEGMENT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    _follow(PDL)
-    n, b = tl.program_id(0), tl.program_id(1)
-    owner, _ = _owner(n, sampled, cu_samples, sampled_end, sequence, row)
-    if owner < 0:
-        return
-    flags = tl.load(whole + owner * 6)
+    let_next(PDL)
+    n = tl.program_id(0)
+    owner, _, flags = owner_of(n, sampled, cu_samples, sampled_end, sequence, row, whole)
+    wait(PDL)
     if (flags & 16) == 0:
         return
-    at = b * BLOCK + tl.arange(0, BLOCK)
-    inside = at < vocab
     line = n.to(tl.int64) * vocab
-    x = tl.load(adjusted + line + at, mask=inside, other=-float("inf"))
-    largest = tl.max(_largest(block_real, n, blocks, BLOCKS), 0).to(tl.float64)
-    weight = _weights(x, largest, tl.load(real + owner * 6))
-    weight = tl.where(inside, weight, 0)
-    part = n.to(tl.int64) * blocks + b
-    tl.store(block_weight + part, tl.sum(weight, 0))
-    if (flags & 32) != 0:
-        tl.store(weights + line + at, weight, mask=inside)
-        likely = weight.to(tl.float64) >= _LIKELY
-        place = tl.cumsum(likely.to(tl.int32), 0) - 1
-        tl.store(likely_token + part * SEGMENT + place, at, mask=likely & (place < SEGMENT))
-        tl.store(block_whole + part * 3 + 2, tl.sum(likely.to(tl.int32), 0))
+    largest = tl.max(_largest(block_real, n, blocks, 0, BLOCKS), 0).to(tl.float64)
+    temperature = tl.load(real + owner * 6)
+    b = tl.program_id(1)
+    while b < blocks:
+        at = b * BLOCK + tl.arange(0, BLOCK)
+        inside = at < vocab
+        x = tl.load(adjusted + line + at, mask=inside, other=-float("inf"))
+        weight = tl.where(inside, _weights(x, largest, temperature), 0)
+        part = n.to(tl.int64) * blocks + b
+        tl.store(block_weight + part, tl.sum(weight, 0))
+        if (flags & 32) != 0:
+            tl.store(weights + line + at, weight, mask=inside)
+            likely = weight.to(tl.float64) >= LIKELY
+            place = tl.cumsum(likely.to(tl.int32), 0) - 1
+            tl.store(likely_token + part * SEGMENT + place, at, mask=likely & (place < SEGMENT))
+            tl.store(block_whole + part * 3 + 2, tl.sum(likely.to(tl.int32), 0))
+        b += tl.num_programs(1)
 
 
-@jit
-def _target(seed, position, total):  # type: ignore[no-untyped-def]
-    return tl.minimum((_uniform(seed, position) * total.to(tl.float64)).to(tl.int64), total - 1)
-
-
-@jit(do_not_specialize=_SIZES)
+@jit(do_not_specialize=SIZES)
 def _pick_kernel(  # type: ignore[no-untyped-def]
     sampled, cu_samples, sampled_end, sequence, position, row, whole, real, adjusted, weights, block_real, block_whole,
     block_weight, likely_token, unsettled, tokens, vocab, blocks,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SEGMENT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    _follow(PDL)
+    let_next(PDL)
     n = tl.program_id(0)
-    owner, token = _owner(n, sampled, cu_samples, sampled_end, sequence, row)
+    owner, token, flags = owner_of(n, sampled, cu_samples, sampled_end, sequence, row, whole)
+    wait(PDL)
     if owner < 0:
         tl.store(tokens + n, 0)
         return
-    flags, line = tl.load(whole + owner * 6), n.to(tl.int64) * vocab
-    largest = _largest(block_real, n, blocks, BLOCKS)
+    line = n.to(tl.int64) * vocab
+    raw = ((flags & 5) == 0).to(tl.int32)
+    largest = _largest(block_real, n, blocks, raw, BLOCKS)
     b = tl.arange(0, BLOCKS)
     part = n.to(tl.int64) * blocks + b
     if (flags & 16) == 0:
-        where = tl.load(block_whole + part * 3, mask=b < blocks, other=vocab)
+        where = tl.load(block_whole + part * 3 + raw, mask=b < blocks, other=vocab)
         best = tl.max(largest, 0)
         tl.store(tokens + n, tl.min(tl.where((largest == best) & (b < blocks), where, vocab), 0).to(tl.int64))
         return
@@ -217,7 +202,7 @@ def _pick_kernel(  # type: ignore[no-untyped-def]
     block_sum = tl.load(block_weight + part, mask=b < blocks, other=0)
     everything = tl.sum(block_sum, 0)
     if (flags & 32) == 0:
-        target = _target(seed, place, everything)
+        target = target_of(seed, place, everything)
         up_to = tl.cumsum(block_sum, 0)
         chosen = tl.sum((up_to <= target).to(tl.int32), 0)
         before = tl.sum(tl.where(b < chosen, block_sum, 0), 0)
@@ -235,12 +220,13 @@ def _pick_kernel(  # type: ignore[no-untyped-def]
     there = at % SEGMENT < listed
     place_of = likely_token + n.to(tl.int64) * blocks * SEGMENT
     id = tl.load(place_of + at, mask=there, other=0)
-    key = tl.where(there, _ordered(tl.load(adjusted + line + id, mask=there, other=0.0)), -1)
+    key = ordered(tl.load(adjusted + line + id, mask=there, other=0.0)).to(tl.int64) + (1 << 31)
+    key = tl.where(there, key, -1)
     weight = tl.where(there, tl.load(weights + line + id, mask=there, other=0), 0)
-    kept = there & (weight.to(tl.float64) >= min_p * _ONE)
+    kept = there & (weight.to(tl.float64) >= min_p * ONE)
     count = tl.sum(kept.to(tl.int64), 0)
     # Whether every token that min_p and top_k leave is listed; else whether top_p, alone, ends among those listed.
-    settled = ((top_k > 0) & (count >= top_k)) | (min_p * _ONE >= _LIKELY)
+    settled = ((top_k > 0) & (count >= top_k)) | (min_p * ONE >= LIKELY)
     by_top_p = (top_k == 0) & (min_p == 0) & (tl.sum(weight, 0).to(tl.float64) >= top_p * everything.to(tl.float64))
     if (tl.max(likely, 0) > SEGMENT) | ((settled | by_top_p) == 0):
         tl.store(unsettled + n, 1)
@@ -267,110 +253,21 @@ def _pick_kernel(  # type: ignore[no-untyped-def]
         ahead = tl.sum(tl.where(above, weight, 0), 0) + (tl.cumsum(equal.to(tl.int64), 0) - 1) * weight
         kept = above | (equal & (ahead.to(tl.float64) < enough))
     weight = tl.where(kept, weight, 0)
-    target = _target(seed, place, tl.sum(weight, 0))
+    target = target_of(seed, place, tl.sum(weight, 0))
     chosen = tl.sum((tl.cumsum(weight, 0) <= target).to(tl.int32), 0)
     tl.store(tokens + n, tl.load(place_of + chosen).to(tl.int64))
 
 
-@jit
-def _mass(adjusted, weights, line, vocab, least, edge, counting, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of the tokens of at least weight `least` whose key is at least `edge`: how many there are, or their weight."""
-    total = tl.zeros([BLOCK], tl.int64)
-    for first in range(0, vocab, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        weight = tl.load(weights + line + at, mask=at < vocab, other=-1)
-        key = _ordered(tl.load(adjusted + line + at, mask=at < vocab, other=0.0))
-        counts = (weight.to(tl.float64) >= least) & (key >= edge) & (at < vocab)
-        total += tl.where(counts, tl.where(counting, 1, weight), 0)
-    return tl.sum(total, 0)
-
-
-@jit(do_not_specialize=_SIZES)
-def _pick_from_all_kernel(  # type: ignore[no-untyped-def]
-    sampled, cu_samples, sampled_end, sequence, position, row, whole, real, adjusted, weights, unsettled, tokens, vocab,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    _follow(PDL)
-    n = tl.program_id(0)
-    if tl.load(unsettled + n) == 0:
-        return
-    tl.store(unsettled + n, 0)
-    owner, token = _owner(n, sampled, cu_samples, sampled_end, sequence, row)
-    line = n.to(tl.int64) * vocab
-    top_k, top_p, min_p = tl.load(whole + owner * 6 + 2), tl.load(real + owner * 6 + 1), tl.load(real + owner * 6 + 2)
-    seed, place = tl.load(whole + owner * 6 + 1), (tl.load(position + token) + 1).to(tl.int64)
-    least, zero = min_p * _ONE, top_k - top_k
-    # Tokens above `edge` are kept, and the first `equals` at it: first as top_k has it, then as top_p does.
-    edge, equals = zero, zero + vocab
-    if top_k > 0:
-        if _mass(adjusted, weights, line, vocab, least, zero, True, BLOCK) > top_k:
-            for step in range(32):
-                tried = edge | ((zero + 1) << (31 - step))
-                edge = tl.where(_mass(adjusted, weights, line, vocab, least, tried, True, BLOCK) >= top_k, tried, edge)
-            equals = top_k - _mass(adjusted, weights, line, vocab, least, edge + 1, True, BLOCK)
-    # What an equal token weighs, if there is one.
-    heavy = _mass(adjusted, weights, line, vocab, least, edge + 1, False, BLOCK)
-    level = _mass(adjusted, weights, line, vocab, least, edge, False, BLOCK) - heavy
-    number = _mass(adjusted, weights, line, vocab, least, edge, True, BLOCK)
-    number -= _mass(adjusted, weights, line, vocab, least, edge + 1, True, BLOCK)
-    equals = tl.minimum(equals, number)
-    each = level // tl.maximum(number, 1)
-    total = heavy + equals * each
-    if top_p < 1:
-        enough = top_p * total.to(tl.float64)
-        lower, kept_equals = edge, equals
-        # The heaviest edge whose tokens suffice, not below the one that top_k left.
-        edge = zero
-        for step in range(32):
-            tried = edge | ((zero + 1) << (31 - step))
-            mass = tl.where(
-                tried > lower,
-                _mass(adjusted, weights, line, vocab, least, tried, False, BLOCK),
-                total,
-            )
-            edge = tl.where(mass.to(tl.float64) >= enough, tried, edge)
-        edge = tl.maximum(edge, lower)
-        heavy = _mass(adjusted, weights, line, vocab, least, edge + 1, False, BLOCK)
-        number = _mass(adjusted, weights, line, vocab, least, edge, True, BLOCK)
-        number -= _mass(adjusted, weights, line, vocab, least, edge + 1, True, BLOCK)
-        each = (_mass(adjusted, weights, line, vocab, least, edge, False, BLOCK) - heavy) // tl.maximum(number, 1)
-        most = tl.where(edge == lower, kept_equals, number)
-        # The first j equals with heavy + (j - 1) * each < enough.
-        equals = zero
-        for step in range(24):
-            tried = equals + ((zero + 1) << (23 - step))
-            fits = (tried <= most) & ((heavy + (tried - 1) * each).to(tl.float64) < enough)
-            equals = tl.where(fits, tried, equals)
-        total = heavy + equals * each
-    target = _target(seed, place, total)
-    before, met, chosen = zero, zero, zero - 1
-    for first in range(0, vocab, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        weight = tl.load(weights + line + at, mask=at < vocab, other=-1)
-        key = _ordered(tl.load(adjusted + line + at, mask=at < vocab, other=0.0))
-        mine = (weight.to(tl.float64) >= least) & (at < vocab)
-        equal = mine & (key == edge)
-        kept = (mine & (key > edge)) | (equal & (met + tl.cumsum(equal.to(tl.int64), 0) <= equals))
-        weight = tl.where(kept, weight, 0)
-        up_to = before + tl.cumsum(weight, 0)
-        here = first + tl.sum((up_to <= target).to(tl.int64), 0)
-        chosen = tl.where((chosen < 0) & (here < first + BLOCK), here, chosen)
-        before += tl.sum(weight, 0)
-        met += tl.sum(equal.to(tl.int64), 0)
-    tl.store(tokens + n, chosen)
-
-
-@jit(do_not_specialize=_SIZES)
+@jit(do_not_specialize=SIZES)
 def _report_kernel(  # type: ignore[no-untyped-def]
     logits, sampled, cu_samples, sampled_end, sequence, row, whole, block_real, block_whole, tokens, logprobs,
     top_tokens, top_logprobs, vocab, blocks, max_logprobs, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    _follow(PDL)
+    let_next(PDL)
     n = tl.program_id(0)
-    owner, _ = _owner(n, sampled, cu_samples, sampled_end, sequence, row)
-    if owner < 0:
-        return
-    if (tl.load(whole + owner * 6) & 8) == 0:
+    owner, _, flags = owner_of(n, sampled, cu_samples, sampled_end, sequence, row, whole)
+    wait(PDL)
+    if (owner < 0) | ((flags & 8) == 0):
         return
     b = tl.arange(0, BLOCKS)
     part, line = n.to(tl.int64) * blocks + b, n.to(tl.int64) * vocab
@@ -411,20 +308,27 @@ def launch(
     num, vocab = logits.shape
     blocks, end = work.block_weight.shape[1], len(cu_samples) - 1
     pdl = dependent_launch(logits)
-    wide, follow = power_of_two(blocks), {"PDL": pdl, "launch_pdl": pdl}
-    exact = {"enable_fp_fusion": False} | follow
+    wide, chained = power_of_two(blocks), {"PDL": pdl, "launch_pdl": pdl}
+    exact = {"enable_fp_fusion": False} | chained
     assert logits.is_contiguous() and history.is_contiguous() and num <= len(work.tokens)
     given = sampled, cu_samples, end, sequence
+    asking = (
+        num,
+        max(min(8, blocks), min(blocks, 512 // max(num, 1))),
+    )  # few: mostly they have nothing to do
     _count_kernel[(num, COUNTERS)](
-        *given, position, row, requests.whole, history, work.counts, history.shape[1], vocab, COUNTERS, _CHUNK,
-        **follow,
+        *given, position, row, requests.whole, history, work.counts, history.shape[1], vocab, COUNTERS, CHUNK, **chained
+    )
+    _largest_kernel[(num, blocks)](
+        logits, *given, row, requests.whole, work.block_real, work.block_whole, vocab, blocks, BLOCK, num_warps=8,
+        maxnreg=48, **chained,
     )  # fmt: skip
-    _adjust_kernel[(num, blocks)](
+    _adjust_kernel[asking](
         logits, *given, position, row, requests.whole, requests.real, requests.edits, requests.allowed, work.counts,
-        work.adjusted, work.block_real, work.block_whole, vocab, blocks, requests.edits.shape[2], BLOCK, num_warps=8,
+        work.adjusted, work.block_real, work.block_whole, vocab, blocks, requests.edits.shape[2], BLOCK, num_warps=16,
         **exact,
     )  # fmt: skip
-    _weigh_kernel[(num, blocks)](
+    _weigh_kernel[asking](
         logits, *given, row, requests.whole, requests.real, work.adjusted, work.weights, work.block_real,
         work.block_whole, work.block_weight, work.likely_token, vocab, blocks, BLOCK, wide, SEGMENT, num_warps=8,
         **exact,
@@ -434,13 +338,11 @@ def launch(
         work.block_whole, work.block_weight, work.likely_token, work.unsettled, work.tokens, vocab, blocks, BLOCK, wide,
         SEGMENT, num_warps=16, **exact,
     )  # fmt: skip
-    _pick_from_all_kernel[(num,)](
-        *given, position, row, requests.whole, requests.real, work.adjusted, work.weights, work.unsettled, work.tokens,
-        vocab, BLOCK, num_warps=16, **exact,
-    )  # fmt: skip
+    pick_from_all.launch(sampled, cu_samples, sequence, position, row, requests, work, num, vocab, pdl)
     _report_kernel[(num,)](
         logits, *given, row, requests.whole, work.block_real, work.block_whole, work.tokens, work.logprobs,
-        work.top_tokens, work.top_logprobs, vocab, blocks, work.top_tokens.shape[1], BLOCK, wide, num_warps=8, **follow,
+        work.top_tokens, work.top_logprobs, vocab, blocks, work.top_tokens.shape[1], BLOCK, wide, num_warps=8,
+        **chained,
     )  # fmt: skip
     return work.tokens[:num], work.logprobs[:num], work.top_tokens[:num], work.top_logprobs[:num]
 
@@ -448,21 +350,25 @@ def launch(
 def ahead_of_time() -> list[Build]:
     ints = dict.fromkeys(("sampled", "cu_samples", "sequence", "position", "row", "history", "counts", "edits"), "*i32")
     ints |= dict.fromkeys(("block_whole", "likely_token", "unsettled"), "*i32")
-    types = ints | dict.fromkeys(_SIZES, "i32") | {"allowed": "*u8", "real": "*fp64"}
-    types |= dict.fromkeys(("whole", "weights", "block_weight", "tokens", "top_tokens"), "*i64")
+    types = ints | dict.fromkeys([*SIZES, "num"], "i32") | {"allowed": "*u8", "real": "*fp64"}
+    types |= dict.fromkeys(("whole", "weights", "block_weight", "tokens", "top_tokens", "meeting"), "*i64")
     types |= dict.fromkeys(("adjusted", "block_real", "logprobs", "top_logprobs"), "*fp32")
-    sizes = {"BLOCK": BLOCK, "BLOCKS": 64, "SEGMENT": SEGMENT, "COUNTERS": COUNTERS, "CHUNK": _CHUNK, "PDL": False}
+    sizes = {"BLOCK": BLOCK, "BLOCKS": 64, "SEGMENT": SEGMENT, "COUNTERS": COUNTERS, "CHUNK": CHUNK, "PDL": False}
+    sizes |= pick_from_all.CONSTANTS
+    exact = {"enable_fp_fusion": False}
     kernels = [
-        (_count_kernel, 4), (_adjust_kernel, 8), (_weigh_kernel, 8), (_pick_kernel, 16), (_pick_from_all_kernel, 16),
-        (_report_kernel, 8),
+        (_count_kernel, {"num_warps": 4}), (_largest_kernel, {"num_warps": 8, "maxnreg": 48}),
+        (_adjust_kernel, {"num_warps": 16, **exact}), (_weigh_kernel, {"num_warps": 8, **exact}),
+        (_pick_kernel, {"num_warps": 16, **exact}), (pick_from_all.KERNEL, pick_from_all.OPTIONS),
+        (_report_kernel, {"num_warps": 8}),
     ]  # fmt: skip
     return [
         Build(
             kernel,
             types | {"logits": logits},
             {name: value for name, value in sizes.items() if name in kernel.arg_names},
-            {"num_warps": warps} | ({} if kernel is _report_kernel else {"enable_fp_fusion": False}),
+            options,
         )
         for logits in ("*bf16", "*fp32")
-        for kernel, warps in kernels
+        for kernel, options in kernels
     ]
