@@ -1,10 +1,11 @@
-"""Run in a process of its own by test_norms_interpreted.py: norms, and the gate of an MLP, under Triton's interpreter.
-It checks masks and indices: sizes that fill no tile, NaN around what is read."""
+"""Run in a process of its own by test_norms_interpreted.py: norms, the gate of an MLP and sums of parts, under Triton's
+interpreter. It checks masks and indices: sizes that fill no tile, NaN around what is read."""
 
 import torch
 import triton.runtime.interpreter as interpreter
 
 from deltagram.kernels._norm import fused_norm, plain_norm
+from deltagram.kernels._some_rows import _ADD, _add_kernel
 from deltagram.kernels.gated_mlp import _gate
 
 _patch = interpreter._patch_lang_tensor
@@ -36,3 +37,7 @@ torch.testing.assert_close(fused_norm(x, torch.ones(24), 1e-3), plain_norm(x, to
 gate, up = torch.randn(2, 18, 40)
 expected = torch.nn.functional.silu(gate) * up
 torch.testing.assert_close(_gate(torch.cat((gate, up), 1)), expected, rtol=1e-4, atol=1e-4)
+
+partial, residual, out = torch.randn(_ADD["PARTS"], 3, 700), strided(3, 700), torch.empty(3, 700)
+_add_kernel[(3, 2)](partial, residual, out, 3, 700, residual.stride(0), **_ADD, PDL=False)
+torch.testing.assert_close(out, partial.sum(0) + residual)

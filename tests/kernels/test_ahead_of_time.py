@@ -23,7 +23,8 @@ def test_kernels_compile(op: str, capability: int) -> None:
     builds = importlib.import_module(f"deltagram.kernels.{op}").ahead_of_time()
     assert builds
     for build in builds:
-        assert compile_ahead(build, capability).asm["cubin"]
+        if build.only in (None, capability):
+            assert compile_ahead(build, capability).asm["cubin"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton (no GPU)")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from deltagram.kernels._gates import FEW_ROWS
 from deltagram.kernels._norm import Norm
+from deltagram.kernels._some_rows import SOME_ROWS, gated_product, wide_gate
 from deltagram.kernels.gated_mlp import gated_mlp
 from deltagram.kernels.linear import linear
 from deltagram.kernels.rms_norm import rms_norm
@@ -21,7 +22,7 @@ pytestmark = [
 SHAPES = (
     (12352, 2560), (5120, 1024), (2560, 4096), (1024, 2048), (2560, 9216), (8224, 1024), (333, 208), (40, 96), (50, 333)
 )  # fmt: skip
-ROWS = (1, 2, 8, 9, FEW_ROWS, FEW_ROWS + 1, 33, 200)
+ROWS = (1, 2, 8, 9, FEW_ROWS, FEW_ROWS + 1, 33, SOME_ROWS, SOME_ROWS + 1, 200)
 
 
 def random(*shape: int, std: float = 1.0) -> Tensor:
@@ -98,6 +99,21 @@ def test_company_does_not_change_bits(outputs: int, inputs: int) -> None:
         mixed[1::2] = float("nan")
         out = op(mixed, residual)
         assert torch.equal(out[::2], every[::2]) and bool(out[1::2].isnan().all()), name
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(9216, 2560), (3584, 1024), (12288, 256), (333, 208), (40, 96)])
+def test_company_does_not_change_bits_of_a_gated_product_of_more_rows(outputs: int, inputs: int) -> None:
+    torch.manual_seed(0)
+    x, weight = random(SOME_ROWS, inputs), random(2 * outputs, inputs, std=inputs**-0.5)
+    if not wide_gate(x):
+        pytest.skip("is for compute capability 9.0")
+    every = gated_product(x, weight)
+    for rows in (17, 33, 63):
+        assert torch.equal(gated_product(x[:rows], weight), every[:rows])
+        assert torch.equal(gated_product(x[-rows:], weight), every[-rows:])
+    x[1::2] = float("nan")
+    out = gated_product(x, weight)
+    assert torch.equal(out[::2], every[::2]) and bool(out[1::2].isnan().all())
 
 
 def test_captured_is_eager_also_behind_work_of_another_stream() -> None:

@@ -152,21 +152,31 @@ class Tile(NamedTuple):
 WARPS = 4
 PART = 128
 MULTIPROCESSORS = 132  # of an H200; the same for all GPUs, since it decides the order of sums
-RINGS = 135_000  # bytes of a multiprocessor's shared memory
+RINGS = 160_000  # bytes of a multiprocessor's shared memory
 
 
 TILES = ((64, 0), (64, 8), (64, 16), (64, 32), (32, 0), (32, 8), (32, 16), (16, 0), (16, 8))
 
 
+def busiest(outputs: int, size: int) -> int:
+    """Rows of a weight and of x that the busiest multiprocessor reads, with tiles of `size` outputs and 8 rows of x."""
+    return -(-outputs // (size * MULTIPROCESSORS)) * (size + 8)
+
+
 def tile_of(outputs: int) -> Tile:
-    """The tile whose busiest multiprocessor has least to read, with 8 rows of x for each tile: by the weight's shape
-    alone, since its parts decide the order of sums."""
-
-    def busiest(size: tuple[int, int]) -> int:
-        return -(-outputs // (sum(size) * MULTIPROCESSORS)) * (sum(size) + 8)
-
-    width, extra = min(TILES, key=busiest)
+    """The tile whose busiest multiprocessor has least to read: by the weight's shape alone, since its parts decide the
+    order of sums."""
+    width, extra = min(TILES, key=lambda tile: busiest(outputs, sum(tile)))
     return Tile(width, extra, 64 // width)
+
+
+def aligned(x: Tensor) -> tuple[Tensor, int]:
+    """x [T, K] and its stride, so that rows start at a multiple of 32 bytes, as copies need it."""
+    stride = x.stride(0) if len(x) > 1 else x.shape[1]
+    assert x.stride(1) == 1
+    if stride % 16 or x.data_ptr() % 32:
+        return x.clone(memory_format=torch.contiguous_format), x.shape[1]
+    return x, stride
 
 
 def few_rows(x: Tensor) -> bool:
@@ -179,12 +189,10 @@ def product(
 ) -> Tensor:
     """See the file's docstring. The norm is a launch of its own."""
     x = x if norm is None else fused_norm(x, *norm)
+    x, x_stride = aligned(x)
     rows, inputs = x.shape
-    x_stride = x.stride(0) if rows > 1 else inputs
-    if x_stride % 16 or x.data_ptr() % 16:  # what is copied starts at a multiple of 16 bytes
-        x, x_stride = x.clone(memory_format=torch.contiguous_format), inputs
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-    assert x.stride(1) == 1 and weight.is_contiguous() and (residual is None or residual.stride(1) == 1)
+    assert weight.is_contiguous() and (residual is None or residual.stride(1) == 1)
     out = x.new_empty(rows, outputs)
     tile, pdl = tile_of(outputs), dependent_launch(x)
     _kernel[(-(-outputs // (tile.outputs + tile.extra)),)](

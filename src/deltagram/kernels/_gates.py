@@ -4,9 +4,13 @@ Where a kernel gives way to another the bits of a row may change, so each bound 
 bounds of an exchange between ranks change no bits: MOST_TOKENS and MOST_GATHERED in ngram/exchange_choice.py.
 """
 
-# Up to here a product streams its weight through the kernel in _few_rows.py, which takes 16 rows at a time. With 48
-# rows the library's products were as fast on an H200, or faster.
+# Up to here a product streams its weight through the kernel in _few_rows.py; with 24 rows the library's products were
+# faster on an H200.
 FEW_ROWS = 16
+
+# Up to here _some_rows.py multiplies by weights with few outputs in parts, and by gated ones on compute capability 9.0:
+# its tiles have so many rows of x.
+SOME_ROWS = 64
 
 # Up to here kernels/hyper_mix.py fuses its products with what lies between them. They take 16 rows at a time and read
 # all weights for each 16; the library's products read them once, however many rows there are.

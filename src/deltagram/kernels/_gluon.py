@@ -8,8 +8,9 @@ from deltagram.kernels._triton import jit
 try:
     from triton.experimental.gluon import jit as gluon_jit
     from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia import hopper as warpgroups
     from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 except ImportError:
-    gluon_jit, gl, async_copy, mma_v2 = jit, None, None, None
+    gluon_jit, gl, async_copy, mma_v2, warpgroups = jit, None, None, None, None
 
-__all__ = ["async_copy", "gl", "gluon_jit", "mma_v2"]
+__all__ = ["async_copy", "gl", "gluon_jit", "mma_v2", "warpgroups"]

@@ -38,12 +38,13 @@ Op = TypeVar("Op", bound=Callable[..., object])
 
 class Build(NamedTuple):
     """One compiled form of a kernel: `types` of its run-time arguments ("*bf16", "i32") and `constants`, both by name,
-    and the launch's own options."""
+    the launch's own options, and the one compute capability it is for, if it is not for all."""
 
     kernel: Any
     types: dict[str, str]
     constants: Mapping[str, object]
     options: Mapping[str, object] = {"num_warps": 4}
+    only: int | None = None
 
 
 def compile_ahead(build: Build, capability: int) -> Any:

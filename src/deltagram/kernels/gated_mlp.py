@@ -8,13 +8,13 @@ tensors; norm (scale fp32 [H], eps), residual [T, H]. Returns [T, H] in x's dtyp
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from deltagram.kernels._few_rows import few_rows, product, product_builds
 from deltagram.kernels._norm import Norm, compiled_norm, fused_norm, plain_norm
 from deltagram.kernels._packed import Matrix, Packed, dense
+from deltagram.kernels._some_rows import gated_builds, gated_product, library_product, wide_gate
 from deltagram.kernels._triton import Build, Impl, choose, dependent_launch, jit, on_cpu, tl
 
 
@@ -71,7 +71,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     tl.store(out + row * size + column, y.to(out.dtype.element_ty), mask=inside)
 
 
-_TILE = {"BM": 4, "BN": 1024}
+_TILE = {"BM": 2, "BN": 512}
 
 
 def _gate(gate_up: Tensor) -> Tensor:
@@ -92,10 +92,9 @@ def _launch(
     if few_rows(x):
         y = product(x, first, norm, gated=True)
     else:
-        y = _gate(F.linear(x if norm is None else fused_norm(x, *norm), first))
-    if few_rows(y):
-        return product(y, second, residual=residual)
-    return F.linear(y, second) if residual is None else torch.addmm(residual, y, second.t())
+        x = x if norm is None else fused_norm(x, *norm)
+        y = gated_product(x, first) if wide_gate(x) else _gate(F.linear(x, first))
+    return product(y, second, residual=residual) if few_rows(y) else library_product(y, second, residual)
 
 
 def ahead_of_time() -> list[Build]:
@@ -103,4 +102,4 @@ def ahead_of_time() -> list[Build]:
         Build(_kernel, {"gate_up": dtype, "out": dtype, "rows": "i32", "size": "i32"}, dict(_TILE))
         for dtype in ("*bf16", "*fp32")
     ]
-    return plain + product_builds(gated=True)
+    return plain + product_builds(gated=True) + gated_builds()

@@ -7,7 +7,8 @@ inputs in order, whatever rows are beside a row, and reads bf16 weights as they 
 computes in fp32 moves half the bytes a product in fp32 would.
 
 On a GPU, up to FEW_ROWS rows are a launch of the kernel in _few_rows.py, whose bits do not depend on the other rows;
-more, fp32, and inputs that are no multiple of 16, are the library's product. A norm is a launch before either.
+more, fp32, and inputs that are no multiple of 16, are the library's product, which _some_rows.py asks for. A norm is a
+launch before either.
 
 Shapes: x [T, inputs] (rows may be strided), weight [outputs, inputs], a Packed (see _packed.py) or a tensor of x's
 dtype, norm (scale fp32 [inputs], eps), residual [T, outputs]. Returns [T, outputs] in x's dtype, whose rows may be
@@ -16,13 +17,13 @@ strided.
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from deltagram.kernels._few_rows import few_rows, product, product_builds
 from deltagram.kernels._norm import Norm, compiled_norm, fused_norm, plain_norm
 from deltagram.kernels._packed import Matrix, Packed, dense
+from deltagram.kernels._some_rows import builds_in_parts, library_product
 from deltagram.kernels._triton import Build, Impl, choose, on_cpu
 
 
@@ -52,8 +53,8 @@ def _launch(x: Tensor, weight: Matrix, norm: Norm | None = None, residual: Tenso
     if few_rows(x):
         return product(x, matrix, norm, residual)
     x = x if norm is None else fused_norm(x, *norm)
-    return F.linear(x, matrix) if residual is None else torch.addmm(residual, x, matrix.t())
+    return library_product(x, matrix, residual)
 
 
 def ahead_of_time() -> list[Build]:
-    return product_builds(gated=False)
+    return product_builds(gated=False) + builds_in_parts()
