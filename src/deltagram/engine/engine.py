@@ -306,10 +306,8 @@ class Engine:
         return made
 
     def _given(self) -> list[Delta]:
-        try:
-            return self.undelivered
-        finally:  # in one line, so that an interrupt before it leaves all to the next step
-            self.undelivered, self._delivering = [], None
+        given, self.undelivered, self._delivering = self.undelivered, [], None
+        return given  # no interrupt comes in between: Python looks for signals where it calls or loops
 
     def _launch(self) -> bool:
         """Whether there was a step to launch."""
