@@ -49,12 +49,16 @@ def test_drafts_leave_as_many_places_as_could_be_accepted() -> None:
 def test_a_failed_step_leaves_no_usable_state() -> None:
     pool = SlotPool(1)
     slot = pool.take(1)
-    pool.advance(slot, pool.generation[slot], 1, start=0, num_new=5)
-    pool.invalidate(slot)
-    with pytest.raises(RuntimeError, match="half-way"):
-        pool.advance(slot, pool.generation[slot], 1, start=5, num_new=1)
-    pool.give_back(slot, 1)
-    slot = pool.take(1)
+    before = slot, pool.generation[slot], 1
+    pool.advance(*before, start=0, num_new=5)
+    pool.clear()
+    pool.check_empty()
+    with pytest.raises(RuntimeError, match="it has None"):
+        pool.advance(*before, start=5, num_new=1)
+    assert pool.take(1) == slot, "the same request in the same slot, and yet another stay"
+    for start in (0, 5):
+        with pytest.raises(RuntimeError, match="generation 1, is not request 1's"):
+            pool.advance(*before, start=start, num_new=1)
     pool.advance(slot, pool.generation[slot], 1, start=0, num_new=5)
 
 

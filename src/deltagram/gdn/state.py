@@ -20,13 +20,12 @@ class Owner:
     """What the host knows of a slot in use.
 
     `state_pos` of the `request`'s tokens are in the recurrent state; up to `pending` more, drafted ones, may have been
-    accepted and then wait in the rings. A step that failed half-way leaves a state that is no longer `valid`.
+    accepted and then wait in the rings.
     """
 
     request: int
     state_pos: int = 0
     pending: int = 0
-    valid: bool = True
 
 
 class SlotPool:
@@ -42,7 +41,7 @@ class SlotPool:
         self.clear()
 
     def clear(self) -> None:
-        """End all ownership."""
+        """End all ownership, as after a step that failed half-way; generations go on."""
         self._free = list(range(self.num_slots - 1, -1, -1))
         self._owners: dict[int, Owner] = {}
 
@@ -85,15 +84,9 @@ class SlotPool:
         owner = self._owners.get(slot)
         if owner is None or owner.request != request or self.generation[slot] != generation:
             raise RuntimeError(f"slot {slot}, generation {generation}, is not request {request}'s: it has {owner}")
-        if not owner.valid:
-            raise RuntimeError(f"slot {slot} of request {request} was left half-way by a failed step; compute it anew")
         if not owner.state_pos <= start <= owner.state_pos + owner.pending or start - uncertain < owner.state_pos:
             raise RuntimeError(f"slot {slot} holds {owner}; the step starts at {start}, or up to {uncertain} before")
         owner.state_pos, owner.pending = start - uncertain + num_new - num_draft, uncertain + num_draft
-
-    def invalidate(self, slot: int) -> None:
-        """A step that uses the slot has failed: its request must start over, in this slot or another."""
-        self._owners[slot].valid = False
 
     def check_empty(self) -> None:
         """No slot is owned, and each can be taken once."""
