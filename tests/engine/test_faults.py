@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import deltagram
-from deltagram import SamplingParams
+from deltagram import LLM, SamplingParams
 from deltagram.attention.cache import PagePool
 from deltagram.engine import runner as runner_module
 from deltagram.engine.detokenizer import Detokenizer
@@ -238,3 +238,23 @@ def test_an_interrupt_at_any_line(
         assert watched.raised or armed.left > 0
         bound += watched.check(expected)
     assert bound <= 1, "next to no interrupt comes while a constraint is told a token"
+
+
+def test_a_stream_gets_its_end_though_the_reader_of_another_was_interrupted(
+    bench: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step that ended it was another stream's, and broke off before it handed anything out."""
+    llm = LLM(bench.plain.folder, device="cpu", max_num_sequences=2, max_num_tokens=96, max_context=64)
+    short = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+    (expected,) = llm.generate([[1, 2, 3]], short)
+    reader, other = llm.stream([4, 5, 6], PARAMS), llm.stream([1, 2, 3], short)
+    next(reader)
+    begun = next(other)
+    assert begun.finish_reason is None and next(reader).token_ids, "which came with it"
+    with monkeypatch.context() as patched:
+        broken(Engine, "_given", 1, KeyboardInterrupt(), patched)
+        with pytest.raises(KeyboardInterrupt):
+            next(reader)
+    (end,) = other
+    assert end.finish_reason == "length" and begun.token_ids + end.token_ids == expected.outputs[0].token_ids
+    llm.engine.scheduler.check_empty()
