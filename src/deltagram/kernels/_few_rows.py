@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from deltagram.kernels._gates import FEW_ROWS
-from deltagram.kernels._gluon import async_copy, gl, gluon_jit, mma_v2
+from deltagram.kernels._gluon import async_copy, gl, gluon_jit, mma_v2, wait_then_launch
 from deltagram.kernels._norm import Norm, fused_norm
 from deltagram.kernels._triton import Build, dependent_launch, power_of_two
 
@@ -98,10 +98,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     async_copy.commit_group()
 
     if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
+        wait_then_launch()
     row = gl.arange(0, BM, read)
     real = (row < rows)[None, :, None]
     x_lines = (x + row.to(gl.int64) * x_stride,)

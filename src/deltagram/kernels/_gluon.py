@@ -13,4 +13,13 @@ try:
 except ImportError:
     gluon_jit, gl, async_copy, mma_v2, warpgroups = jit, None, None, None, None
 
-__all__ = ["async_copy", "gl", "gluon_jit", "mma_v2", "warpgroups"]
+__all__ = ["async_copy", "gl", "gluon_jit", "mma_v2", "wait_then_launch", "warpgroups"]
+
+
+@gluon_jit
+def wait_then_launch():  # type: ignore[no-untyped-def]
+    """See `dependent_launch`. The next kernel is let in once the one before has ended, and not earlier: until then it
+    would only take room."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    asm: gl.constexpr = "griddepcontrol.launch_dependents; // $0"
+    gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from deltagram.kernels._few_rows import MULTIPROCESSORS, aligned, busiest
 from deltagram.kernels._gates import FEW_ROWS, SOME_ROWS
-from deltagram.kernels._gluon import async_copy, gl, gluon_jit, mma_v2, warpgroups
+from deltagram.kernels._gluon import async_copy, gl, gluon_jit, mma_v2, wait_then_launch, warpgroups
 from deltagram.kernels._triton import Build, dependent_launch, jit, tl
 
 
@@ -134,10 +134,7 @@ def _gated_kernel(  # type: ignore[no-untyped-def]
     async_copy.commit_group()
 
     if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
+        wait_then_launch()
     m = gl.arange(0, BM, row)
     real = (m < rows)[:, None]
     x_lines = (x + m.to(gl.int64) * x_stride,)
