@@ -122,9 +122,9 @@ def prefetch(at):  # type: ignore[no-untyped-def]
 def dependent_launch(where: Tensor) -> bool:
     """Whether kernels on the device of `where` may start while the one before them ends (`launch_pdl`).
 
-    Such a kernel lets the next one start, then waits (`gdc_wait`) for the one before to end before it reads what a step
-    computes or writes anything: only weights and the step's tables may be touched earlier. Every program of it waits,
-    so that who waits for it has also waited for all that came before.
+    Such a kernel waits (`gdc_wait`) for the one before to end before it reads what a step computes or writes anything:
+    only weights, the step's tables and what earlier steps left may be touched earlier. It also lets the next one start.
+    One program of it waits at least, so that who waits for it has also waited for all that came before.
     """
     return where.is_cuda and torch.cuda.get_device_capability(where.device) >= (9, 0)
 
