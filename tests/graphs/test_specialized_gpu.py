@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deltagram import LLM
-from deltagram.kernels import _few_rows, _gates, hyper_mix
+from deltagram.kernels import _few_rows, _gates, _some_rows, hyper_mix
 from deltagram.kernels.moe import triton as experts
 from deltagram.models.base import Model
 from deltagram.step.plan import Bucket
@@ -16,7 +16,12 @@ from deltagram.testing.step_harness import Mix, StepHarness
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
-GATES = ((_few_rows, "FEW_ROWS"), (hyper_mix, "FEW_HYPER_ROWS"), (experts, "FEW_EXPERT_ROWS"))
+GATES = (
+    (_few_rows, "FEW_ROWS"),
+    (_some_rows, "SOME_ROWS"),
+    (hyper_mix, "FEW_HYPER_ROWS"),
+    (experts, "FEW_EXPERT_ROWS"),
+)
 MOST, DRAFTS = 32, 5
 
 
@@ -66,7 +71,8 @@ def test_specialized_decode_matches_the_model(model: Model, monkeypatch: pytest.
         for where, name in GATES:
             patch.setattr(where, name, 0)
         plain = Logits(model, CUDA)
-    few = max(_gates.FEW_ROWS, _gates.FEW_HYPER_ROWS, _gates.FEW_EXPERT_ROWS * 8 // 2)  # two of eight experts a token
+    few = max(_gates.FEW_ROWS, _gates.SOME_ROWS, _gates.FEW_HYPER_ROWS)
+    few = max(few, _gates.FEW_EXPERT_ROWS * 8 // 2)  # a token takes two of eight experts
     errors: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for drafts in range(DRAFTS + 1):
         for count in range(1, MOST + 1):
