@@ -240,6 +240,24 @@ def test_an_interrupt_at_any_line(
     assert bound <= 1, "next to no interrupt comes while a constraint is told a token"
 
 
+def test_a_text_goes_on_where_it_was_though_a_token_of_it_is_sampled_again(bench: Alone) -> None:
+    """The interrupt comes when half a character, or the other half, has been taken in and not been handed out."""
+    halves = {0xC3: 60.0, 0xA9: 50.0}
+    params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True, logit_bias=halves, repetition_penalty=1.5)
+    for at in range(3):
+        engine = bench.engine("off", 1)
+        engine.add_request(text_of(5, 5), params, 0)
+        text, interrupts = "", 0
+        with pytest.MonkeyPatch.context() as patched:
+            broken(Engine, "_give", at, KeyboardInterrupt(), patched)
+            while engine.has_work:
+                try:
+                    text += "".join(delta.text for delta in engine.step())
+                except KeyboardInterrupt:
+                    interrupts += 1
+        assert text == "\xe9" and interrupts == (at > 0)
+
+
 def test_a_stream_gets_its_end_though_the_reader_of_another_was_interrupted(
     bench: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
