@@ -6,9 +6,9 @@
                                              with a synthetic acceptance of 3.5 tokens a step of 1 + 5 beside none, and
                                              the bytes of state that a step writes
 
-Writes results/speculation_cpu.json or speculation_cuda.json. Random weights say nothing about what a drafter is worth,
-so on a GPU the acceptance is given. On a CPU all take turns, and each step counts with the first quartile of its
-size's times: what held it up beyond that was something else on the machine.
+Writes results/speculation_cpu.json (speculation_cpu_head.json with a head) or speculation_cuda.json. Random weights say
+nothing about what a drafter is worth, so on a GPU the acceptance is given. On a CPU all take turns, and each step
+counts with the first decile of its size's times: what held it up beyond that was something else on the machine.
 """
 
 import argparse
@@ -34,7 +34,7 @@ PROMPTS = ("It is a truth universally acknowledged, that", "In the beginning", "
 
 
 def quick(ms: list[float]) -> float:
-    return statistics.quantiles(ms, n=4, method="inclusive")[0] if len(ms) > 1 else ms[0]
+    return statistics.quantiles(ms, n=10, method="inclusive")[0] if len(ms) > 1 else ms[0]
 
 
 def cpu(rounds: int, head: str | None) -> dict[str, Any]:
@@ -202,6 +202,7 @@ if __name__ == "__main__":
     parser.add_argument("--head", help="checkpoint folder: tools/train_draft_head.py's output over the shipped model")
     arguments = parser.parse_args()
     if arguments.where == "cpu":
-        print(save("speculation_cpu", cpu(arguments.rounds, arguments.head)))
+        name = "speculation_cpu_head" if arguments.head else "speculation_cpu"
+        print(save(name, cpu(arguments.rounds, arguments.head)))
     else:
         print(save("speculation_cuda", gpu()))
