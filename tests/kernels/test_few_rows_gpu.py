@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltagram.kernels._gates import FEW_ROWS
+from deltagram.kernels._gates import FEW_ROWS, ROWS_IN_PARTS
 from deltagram.kernels._norm import Norm
 from deltagram.kernels._some_rows import SOME_ROWS, gated_product, wide_gate
 from deltagram.kernels.gated_mlp import gated_mlp
@@ -22,7 +22,7 @@ pytestmark = [
 SHAPES = (
     (12352, 2560), (5120, 1024), (2560, 4096), (1024, 2048), (2560, 9216), (8224, 1024), (333, 208), (40, 96), (50, 333)
 )  # fmt: skip
-ROWS = (1, 2, 8, 9, FEW_ROWS, FEW_ROWS + 1, 33, SOME_ROWS, SOME_ROWS + 1, 200)
+ROWS = (1, 2, 8, 9, FEW_ROWS, FEW_ROWS + 1, 33, SOME_ROWS, ROWS_IN_PARTS, ROWS_IN_PARTS + 1, 200)
 
 
 def random(*shape: int, std: float = 1.0) -> Tensor:

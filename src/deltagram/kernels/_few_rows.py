@@ -149,7 +149,7 @@ class Tile(NamedTuple):
 WARPS = 4
 PART = 128
 MULTIPROCESSORS = 132  # of an H200; the same for all GPUs, since it decides the order of sums
-RINGS = 160_000  # bytes of a multiprocessor's shared memory
+ROOM = 205_000  # bytes of shared memory for rings, on an H200
 
 
 TILES = ((64, 0), (64, 8), (64, 16), (64, 32), (32, 0), (32, 8), (32, 16), (16, 0), (16, 8))
@@ -192,16 +192,21 @@ def product(
     assert weight.is_contiguous() and (residual is None or residual.stride(1) == 1)
     out = x.new_empty(rows, outputs)
     tile, pdl = tile_of(outputs), dependent_launch(x)
+    memory = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    room = memory - 27_000  # for sums across warps
     _kernel[(-(-outputs // (tile.outputs + tile.extra)),)](
         x, weight, residual, out, rows, outputs, inputs, x_stride, residual.stride(0) if residual is not None else 0,
-        **_constants(tile, inputs, power_of_two(rows, 8), gated), PDL=pdl, num_warps=WARPS, launch_pdl=pdl,
+        **_constants(tile, inputs, power_of_two(rows, 8), gated, room), PDL=pdl, num_warps=WARPS, launch_pdl=pdl,
     )  # fmt: skip
     return out
 
 
-def _constants(tile: Tile, inputs: int, padded: int, gated: bool) -> dict[str, object]:
+def _constants(tile: Tile, inputs: int, padded: int, gated: bool, room: int = ROOM) -> dict[str, object]:
     stage = ((tile.outputs + tile.extra) * (2 if gated else 1) + padded) * tile.parts * PART * 2
-    stages = max(2, min(RINGS // stage, -(-inputs // (tile.parts * PART)) + 1))
+    steps = -(-inputs // (tile.parts * PART))
+    if steps * stage <= room:  # small products: the kernels around get a part
+        room = min(room, 160_000)
+    stages = max(2, min(room // stage, steps + 1))
     sizes = {"BM": padded, "BN": tile.outputs, "EX": tile.extra, "PARTS": tile.parts, "PART": PART}
     return {"GATED": gated, **sizes, "STAGES": stages, "WARPS": WARPS}
 

@@ -1,5 +1,5 @@
-"""Products of more rows than _few_rows.py takes, up to SOME_ROWS: the library's product of a weight with few outputs in
-parts, and a gated product of our own.
+"""Products of more rows than _few_rows.py takes: up to ROWS_IN_PARTS the library's product of a weight with few outputs
+in parts, and up to SOME_ROWS a gated product of our own.
 
     y = residual + x W^T
     y = silu(gate) * up,  gate | up = x W^T        W holds gate's outputs, then up's
@@ -22,14 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltagram.kernels._few_rows import MULTIPROCESSORS, aligned, busiest
-from deltagram.kernels._gates import FEW_ROWS, SOME_ROWS
+from deltagram.kernels._gates import FEW_ROWS, ROWS_IN_PARTS, SOME_ROWS
 from deltagram.kernels._gluon import async_copy, gl, gluon_jit, mma_v2, wait_then_launch, warpgroups
 from deltagram.kernels._triton import Build, dependent_launch, jit, tl
 
 
-def some_rows(x: Tensor) -> bool:
-    """Whether a product with x's rows [T, K] may be one for this file."""
-    return FEW_ROWS < len(x) <= SOME_ROWS and x.dtype in (torch.bfloat16, torch.float16) and x.shape[1] % 16 == 0
+def _between(x: Tensor, most: int) -> bool:
+    """Whether a product with x's rows [T, K], up to `most`, may be one for this file."""
+    return FEW_ROWS < len(x) <= most and x.dtype in (torch.bfloat16, torch.float16) and x.shape[1] % 16 == 0
 
 
 @jit(do_not_specialize=["rows"])
@@ -64,7 +64,9 @@ def library_product(x: Tensor, weight: Tensor, residual: Tensor | None = None) -
     if residual is None:
         return F.linear(x, weight)
     few = weight.shape[0] <= 64 * MULTIPROCESSORS // 2 and weight.shape[1] % (16 * PARTS) == 0
-    return _in_parts(x, weight, residual) if some_rows(x) and few else torch.addmm(residual, x, weight.t())
+    if few and _between(x, ROWS_IN_PARTS):
+        return _in_parts(x, weight, residual)
+    return torch.addmm(residual, x, weight.t())
 
 
 def _in_parts(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
@@ -179,7 +181,7 @@ def _extra(outputs: int) -> int:
 
 def wide_gate(x: Tensor) -> bool:
     """Whether a gated product with x's rows [T, K] is `gated_product`."""
-    return some_rows(x) and torch.cuda.get_device_capability(x.device)[0] == 9
+    return _between(x, SOME_ROWS) and torch.cuda.get_device_capability(x.device)[0] == 9
 
 
 def gated_product(x: Tensor, weight: Tensor) -> Tensor:
