@@ -9,6 +9,12 @@ Sequences of other kinds, and their rows, are left alone.
 Every program reads past inputs from the ring while others write new ones there; they never meet, since a ring has room
 for what the convolution reaches back to and a step's tokens besides.
 
+A program is one warp and a tile of rows of one head's state, so that nobody waits at a barrier. Rows do not mix, and
+what is summed along them is laid out alike in any tile: a few sequences are cut finer than many, and keep their bits.
+With dependent launch the kernel reads what earlier steps left (the state, past inputs, and accepted drafts, which it
+takes at once) while this step's projections still run. No kernel of this step writes any of it, and those of earlier
+steps have ended: a step begins with kernels that start when all before them have.
+
 Shapes: qkv [T, 2 H K + HV V] (channels q | k | v), a and b [T, HV] (rows may be strided), conv_weight [C, W], A_log and
 dt_bias [HV] fp32, ring [slots, R, C]; state [slots, HV, V, K], rounded to its dtype after every token; kind, start,
 pending, slot [N] and cu_tokens [N + 1]: int32; out [T, HV, V]; drafts: rings of k [slots, D, H, K], v [slots, D, HV, V]
@@ -133,14 +139,10 @@ def _none():  # type: ignore[no-untyped-def]
 
 @jit
 def _taps(weight, channel, known, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Four taps of channels' convolutions, the last of them zero if it is narrower."""
-    tap = tl.arange(0, 4)
-    here = known[:, None] & (tap < WIDTH)[None, :]
-    all_four = tl.load(weight + channel[:, None] * WIDTH + tap[None, :], mask=here, other=0).to(tl.float32)
-    even, odd = tl.split(tl.reshape(all_four, [channel.shape[0], 2, 2]))
-    first, third = tl.split(even)
-    second, fourth = tl.split(odd)
-    return (first, second, third, fourth)
+    taps = _none()
+    for tap in tl.static_range(WIDTH):
+        taps = taps + (tl.load(weight + channel * WIDTH + tap, mask=known, other=0).to(tl.float32),)
+    return taps
 
 
 @jit
@@ -176,26 +178,48 @@ def _convolved(taps, ahead, x, WIDTH: tl.constexpr):  # type: ignore[no-untyped-
 
 
 @jit
-def _head(taps, ahead, x, scale, FIRST: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A token's query or key, convolved, normalised, scaled and rounded: PARTS tensors, from inputs FIRST on."""
-    parts, head = _none(), _none()
-    squares = tl.zeros(x[0].shape, tl.float32)
-    for j in tl.static_range(FIRST, FIRST + PARTS):
-        part = _convolved(taps[j], ahead[j], x[j], WIDTH)
-        squares = tl.fma(part, part, squares)
-        parts = parts + (part,)
-    rate = 1 / tl.sqrt(tl.sum(squares, 0) + 1e-6) * scale
-    for j in tl.static_range(PARTS):
-        head = head + ((parts[j] * rate).to(x[0].dtype),)
-    return head
+def _token(taps, ahead, x, rate, shift, scale, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """q, k, v, g and beta of a token from its inputs; the first three as rings of drafts hold them."""
+    q = _convolved(taps[0], ahead[0], x[0], WIDTH)
+    k = _convolved(taps[1], ahead[1], x[1], WIDTH)
+    v = _convolved(taps[2], ahead[2], x[2], WIDTH)
+    q = q * (1 / tl.sqrt(tl.sum(q * q, 0) + 1e-6)) * scale
+    k = k * (1 / tl.sqrt(tl.sum(k * k, 0) + 1e-6))
+    step = x[3].to(tl.float32) + shift
+    g = rate * (tl.maximum(step, 0) + tl.log(1 + tl.exp(-tl.abs(step))))
+    beta = 1 / (1 + tl.exp(-x[4].to(tl.float32)))
+    return (q.to(x[0].dtype), k.to(x[1].dtype), v.to(x[2].dtype), g, beta)
+
+
+@jit
+def _inputs(row, channels, known, a_at, b_at):  # type: ignore[no-untyped-def]
+    x = _none()
+    for j in tl.static_range(3):
+        x = x + (tl.load(row + channels[j], mask=known[j], other=0),)
+    return x + (tl.load(a_at), tl.load(b_at))
+
+
+@jit
+def _parts(x, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """x in equal parts, in fp32."""
+    x = x.to(tl.float32)
+    if PARTS == 1:
+        return (x,)
+    else:
+        rows = tl.reshape(x, [PARTS, x.shape[0] // PARTS])
+        which = tl.arange(0, PARTS)[:, None]
+        parts = _none()
+        for j in tl.static_range(PARTS):
+            parts = parts + (tl.sum(tl.where(which == j, rows, 0.0), 0),)
+        return parts
 
 
 @jit
 def _read(s, x, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """S x, in fp32."""
-    total = s[0] * x[0].to(tl.float32)[None, :]
+    """S x."""
+    total = s[0] * x[0][None, :]
     for j in tl.static_range(1, PARTS):
-        total = tl.fma(s[j], x[j].to(tl.float32)[None, :], total)
+        total = tl.fma(s[j], x[j][None, :], total)
     return tl.sum(total, 1)
 
 
@@ -203,11 +227,12 @@ def _read(s, x, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
 def _take(s, k, v, g, beta, dtype: tl.constexpr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """The state after one more token, rounded to `dtype`."""
     decayed, taken = _none(), _none()
+    k = _parts(k, PARTS)
     for j in tl.static_range(PARTS):
         decayed = decayed + (s[j] * tl.exp(g),)
-    u = beta * (v - _read(decayed, k, PARTS))
+    u = beta * (v.to(tl.float32) - _read(decayed, k, PARTS))
     for j in tl.static_range(PARTS):
-        new = tl.fma(u[:, None], k[j].to(tl.float32)[None, :], decayed[j])
+        new = tl.fma(u[:, None], k[j][None, :], decayed[j])
         taken = taken + (new.to(dtype).to(tl.float32),)
     return taken
 
@@ -242,38 +267,45 @@ def _kernel(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
     R: tl.constexpr,  # entries of the convolution's ring
     D: tl.constexpr,  # entries of the rings of drafts; 0 without
-    PARTS: tl.constexpr,  # of a key, BP wide each
-    BP: tl.constexpr,
+    BK: tl.constexpr,
+    PARTS: tl.constexpr,  # of a row of the state, one after the other
     BV: tl.constexpr,
+    SOON: tl.constexpr,  # whether the next kernel may start before this one's inputs are there
     PDL: tl.constexpr,
 ):
     """What earlier steps left is read before this step's projections have ended: the state, past inputs, and accepted
     drafts, which are taken at once."""
-    C: tl.constexpr = 2 * H * K + HV * V
     n = tl.program_id(1) // HV
+    if tl.load(kind + n) > 1:
+        if PDL:
+            if n == 0:  # one program has to: see dependent_launch
+                tl.extra.cuda.gdc_wait()
+        return
+    if PDL:
+        if SOON:
+            tl.extra.cuda.gdc_launch_dependents()
+    C: tl.constexpr = 2 * H * K + HV * V
+    BP: tl.constexpr = BK // PARTS
     hv = tl.program_id(1) % HV
     h = hv // (HV // H)
-    key = tl.arange(0, BP)
+    key = tl.arange(0, BK)
+    part = tl.arange(0, BP)
     value = tl.program_id(0) * BV + tl.arange(0, BV)
-    in_value = value < V
-    v_channel = 2 * H * K + hv * V + value
-    live = tl.load(kind + n) <= 1
+    in_key, in_value = key < K, value < V
+    channels = (h * K + key, (H + h) * K + key, 2 * H * K + hv * V + value)
+    known = (in_key, in_key, in_value)
     number = tl.load(slot + n).to(tl.int64)
     begin = tl.load(cu_tokens + n).to(tl.int64)
     first = tl.load(start + n)
     line = ring + number * (R * C)
-    at = state + (number * HV + hv) * (V * K) + value[:, None] * K + key[None, :]
+    at = state + (number * HV + hv) * (V * K) + value[:, None] * K + part[None, :]
     s, taps, ahead = _none(), _none(), _none()
     for j in tl.static_range(PARTS):
-        inside = in_value[:, None] & (j * BP + key < K)[None, :] & live
+        inside = in_value[:, None] & (j * BP + part < K)[None, :]
         s = s + (tl.load(at + j * BP, mask=inside, other=0, eviction_policy="evict_first").to(tl.float32),)
-    for j in tl.static_range(2 * PARTS):  # the query's parts, then the key's
-        channel = (j // PARTS * H + h) * K + j % PARTS * BP + key
-        in_key = j % PARTS * BP + key < K
-        taps = taps + (_taps(conv_weight, channel, in_key, WIDTH),)
-        ahead = ahead + (_ahead(taps[j], line, channel, in_key & live, first, R, C, WIDTH),)
-    v_taps = _taps(conv_weight, v_channel, in_value, WIDTH)
-    v_ahead = _ahead(v_taps, line, v_channel, in_value & live, first, R, C, WIDTH)
+    for j in tl.static_range(3):
+        taps = taps + (_taps(conv_weight, channels[j], known[j], WIDTH),)
+        ahead = ahead + (_ahead(taps[j], line, channels[j], known[j], first, R, C, WIDTH),)
     rate = -tl.exp(tl.load(A_log + hv).to(tl.float32))
     shift = tl.load(dt_bias + hv).to(tl.float32)
     num_new = 1
@@ -281,74 +313,47 @@ def _kernel(  # type: ignore[no-untyped-def]
         num_new = (tl.load(cu_tokens + n + 1) - begin).to(tl.int32)
         for i in range(-tl.load(pending + n), 0):
             entry = number * D + (first + i) % D
-            accepted = _none()
-            for j in tl.static_range(PARTS):
-                k_at = k_ring + (entry * H + h) * K + j * BP + key
-                accepted = accepted + (tl.load(k_at, mask=j * BP + key < K, other=0),)
-            v = tl.load(v_ring + (entry * HV + hv) * V + value, mask=in_value, other=0).to(tl.float32)
+            k = tl.load(k_ring + (entry * H + h) * K + key, mask=in_key, other=0)
+            v = tl.load(v_ring + (entry * HV + hv) * V + value, mask=in_value, other=0)
             g_at = gate_ring + entry * (2 * HV) + hv
-            s = _take(s, accepted, v, tl.load(g_at), tl.load(g_at + HV), state.dtype.element_ty, PARTS)
+            s = _take(s, k, v, tl.load(g_at), tl.load(g_at + HV), state.dtype.element_ty, PARTS)
     if PDL:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    if not live:
-        return
+        if not SOON:
+            tl.extra.cuda.gdc_launch_dependents()
     shared = (tl.program_id(0) == 0) & (hv % (HV // H) == 0)  # who writes what programs of a key head share
-    row = qkv + begin * qkv_stride
-    a_at, b_at = a + begin * a_stride + hv, b + begin * b_stride + hv
-    x = _none()
-    for j in tl.static_range(2 * PARTS):
-        channel = (j // PARTS * H + h) * K + j % PARTS * BP + key
-        x = x + (tl.load(row + channel, mask=j % PARTS * BP + key < K, other=0),)
-    v_x = tl.load(row + v_channel, mask=in_value, other=0)
-    step, gate = tl.load(a_at).to(tl.float32) + shift, tl.load(b_at).to(tl.float32)
+    writes = (in_key & shared, in_key & shared, in_value)
+    row, a_at, b_at = qkv + begin * qkv_stride, a + begin * a_stride + hv, b + begin * b_stride + hv
+    x = _inputs(row, channels, known, a_at, b_at)
     for i in range(num_new):
-        q = _head(taps, ahead, x, scale, 0, PARTS, WIDTH)
-        k = _head(taps, ahead, x, 1.0, PARTS, PARTS, WIDTH)
-        v = _convolved(v_taps, v_ahead, v_x, WIDTH)
-        g = rate * (tl.maximum(step, 0) + tl.log(1 + tl.exp(-tl.abs(step))))
-        beta = 1 / (1 + tl.exp(-gate))
+        q, k, v, g, beta = _token(taps, ahead, x, rate, shift, scale, WIDTH)
         kept = line + ((first + i) % R).to(tl.int64) * C
-        if shared:
-            for j in tl.static_range(2 * PARTS):
-                channel = (j // PARTS * H + h) * K + j % PARTS * BP + key
-                tl.store(kept + channel, x[j].to(ring.dtype.element_ty), mask=j % PARTS * BP + key < K)
-        tl.store(kept + v_channel, v_x.to(ring.dtype.element_ty), mask=in_value)
+        for j in tl.static_range(3):
+            tl.store(kept + channels[j], x[j].to(ring.dtype.element_ty), mask=writes[j])
         if D > 0:  # the next token's inputs (or again these) come while this one is taken
-            more = tl.where(i + 1 < num_new, 1, 0)
-            row += more * qkv_stride
-            a_at += more * a_stride
-            b_at += more * b_stride
-            moved, following = _none(), _none()
-            for j in tl.static_range(2 * PARTS):
-                channel = (j // PARTS * H + h) * K + j % PARTS * BP + key
+            moved = _none()
+            for j in tl.static_range(3):
                 moved = moved + (_onward(taps[j], ahead[j], x[j], WIDTH),)
-                following = following + (tl.load(row + channel, mask=j % PARTS * BP + key < K, other=0),)
-            ahead, x = moved, following
-            v_ahead = _onward(v_taps, v_ahead, v_x, WIDTH)
-            v_x = tl.load(row + v_channel, mask=in_value, other=0)
-            step = tl.load(a_at).to(tl.float32) + shift
-            gate = tl.load(b_at).to(tl.float32)
+            ahead = moved
+            step = tl.minimum(i + 1, num_new - 1)
+            x = _inputs(row + step * qkv_stride, channels, known, a_at + step * a_stride, b_at + step * b_stride)
         s = _take(s, k, v, g, beta, state.dtype.element_ty, PARTS)
         if i == 0:
             for j in tl.static_range(PARTS):
-                inside = in_value[:, None] & (j * BP + key < K)[None, :]
+                inside = in_value[:, None] & (j * BP + part < K)[None, :]
                 stored = s[j].to(state.dtype.element_ty)
                 tl.store(at + j * BP, stored, mask=inside, eviction_policy="evict_first")
-        o = _read(s, q, PARTS)
+        o = _read(s, _parts(q, PARTS), PARTS)
         tl.store(out + ((begin + i) * HV + hv) * V + value, o.to(out.dtype.element_ty), mask=in_value)
         if D > 0:
             if i > 0:
                 entry = number * D + (first + i) % D
-                tl.store(v_ring + (entry * HV + hv) * V + value, v.to(v_ring.dtype.element_ty), mask=in_value)
+                tl.store(v_ring + (entry * HV + hv) * V + value, v, mask=in_value)
+                tl.store(k_ring + (entry * H + h) * K + key, k, mask=in_key & shared)
                 if tl.program_id(0) == 0:
                     g_at = gate_ring + entry * (2 * HV) + hv
                     tl.store(g_at, g)
                     tl.store(g_at + HV, beta)
-                if shared:
-                    for j in tl.static_range(PARTS):
-                        k_at = k_ring + (entry * H + h) * K + j * BP + key
-                        tl.store(k_at, k[j].to(k_ring.dtype.element_ty), mask=j * BP + key < K)
 
 
 # Whether a product and a sum become one rounding is the compiler's choice, and it chose differently with and without
@@ -356,11 +361,17 @@ def _kernel(  # type: ignore[no-untyped-def]
 _OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}
 
 
-def _sizes(heads: int, state: Tensor | tuple[int, ...], width: int, ring: int, drafts: int) -> dict[str, int]:
+# Elements of a program's tile of a state, for up to _HEADS heads of states and for more: no sum depends on them.
+_FEW, _MANY, _HEADS = 2048, 4096, 192
+
+
+def _sizes(
+    heads: int, state: Tensor | tuple[int, ...], width: int, ring: int, drafts: int, sequences: int
+) -> dict[str, int | bool]:
     value_heads, value_dim, key_dim = (state.shape if isinstance(state, Tensor) else state)[-3:]
-    columns = power_of_two(key_dim)
-    part = min(columns, 32)
-    tile = {"PARTS": columns // part, "BP": part, "BV": max(1, min(power_of_two(value_dim), 2048 // columns))}
+    columns, few = power_of_two(key_dim), sequences * value_heads <= _HEADS
+    rows = max(1, min(power_of_two(value_dim), (_FEW if few else _MANY) // columns))
+    tile = {"BK": columns, "PARTS": 2 if columns >= 64 else 1, "BV": rows, "SOON": few}
     return {"H": heads, "HV": value_heads, "K": key_dim, "V": value_dim, "WIDTH": width, "R": ring, "D": drafts} | tile
 
 
@@ -384,10 +395,9 @@ def _launch(
 ) -> None:
     assert state.is_contiguous() and out.is_contiguous() and ring.is_contiguous() and conv_weight.is_contiguous()
     assert qkv.stride(1) == a.stride(1) == b.stride(1) == 1 and ring.shape[2] == qkv.shape[1]
-    assert conv_weight.shape[1] <= 4
     length = drafts[0].shape[1] if drafts is not None else 0
     rings = drafts if drafts is not None else (None, None, None)
-    sizes = _sizes(num_key_heads, state, conv_weight.shape[1], ring.shape[1], length)
+    sizes = _sizes(num_key_heads, state, conv_weight.shape[1], ring.shape[1], length, len(kind))
     grid = (-(-sizes["V"] // sizes["BV"]), len(kind) * sizes["HV"])
     pdl = dependent_launch(qkv)
     _kernel[grid](
@@ -399,16 +409,17 @@ def _launch(
 def ahead_of_time() -> list[Build]:
     builds = []
     indices = ("kind", "cu_tokens", "start", "pending", "slot")
-    for dtype, state, key_dim, value_dim, drafts in (
-        ("*bf16", "*fp32", 128, 128, 0),
-        ("*bf16", "*fp32", 128, 128, 11),
-        ("*bf16", "*bf16", 128, 128, 0),
-        ("*fp32", "*fp32", 64, 256, 3),
+    for dtype, state, key_dim, value_dim, drafts, sequences in (
+        ("*bf16", "*fp32", 128, 128, 0, 1),
+        ("*bf16", "*fp32", 128, 128, 0, 48),
+        ("*bf16", "*fp32", 128, 128, 11, 1),
+        ("*bf16", "*bf16", 128, 128, 0, 48),
+        ("*fp32", "*fp32", 64, 256, 3, 1),
     ):
         types = dict.fromkeys(("qkv", "a", "b", "conv_weight", "ring", "out", "k_ring", "v_ring"), dtype)
         types |= dict.fromkeys(indices, "*i32") | {"A_log": "*fp32", "dt_bias": "*fp32", "gate_ring": "*fp32"}
         types |= {"state": state, "scale": "fp32"} | dict.fromkeys(("qkv_stride", "a_stride", "b_stride"), "i32")
         absent = dict.fromkeys(("k_ring", "v_ring", "gate_ring")) if drafts == 0 else {}
-        sizes = _sizes(16, (32, value_dim, key_dim), 4, 3 + (drafts + 1) // 2, drafts)
+        sizes = _sizes(16, (32, value_dim, key_dim), 4, 3 + (drafts + 1) // 2, drafts, sequences)
         builds.append(Build(_kernel, types, sizes | absent, _OPTIONS))
     return builds
