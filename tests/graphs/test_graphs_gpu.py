@@ -68,8 +68,8 @@ def run(engine: Engine, seed: int, vocab: int) -> dict[int, tuple[int, ...]]:
     draw = random.Random(seed)
     requests: list[Request] = []
     steps = 0
-    while len(requests) < 5 or engine.has_work:
-        if len(requests) < 5 and draw.random() < 0.4:
+    while len(requests) < 4 or engine.has_work:
+        if len(requests) < 4 and draw.random() < 0.5:
             size = draw.choice([1, 5, 52, 60, 63, 64, 65, 120, 190])
             prompt = [draw.randrange(3, vocab) for _ in range(draw.choice([7, size]))] * size
             prompt = prompt[:size]
@@ -98,9 +98,9 @@ def test_captured_is_eager_and_all_of_a_step_is_one_graph(tmp_path: Path, shape:
         for seed in range(bool(drafts), 64, 2):
             assert run(captured, seed, pair.vocab) == run(eager, seed, pair.vocab), seed
         stats = captured.stats
-        assert stats.eager_segments == 0 and stats.preemptions > 20
+        assert stats.eager_segments == 0 and stats.preemptions > 15
         assert {record["kind"] for record in stats.steps} == {"prefill", "decode", "mixed"}
-        assert not drafts or (stats.drafted_tokens > 200 and stats.accepted_tokens > 70)
+        assert not drafts or (stats.drafted_tokens > 120 and stats.accepted_tokens > 40)
 
 
 @pytest.mark.parametrize(("shape", "speculation"), [("qwen4_exp", "mtp"), ("qwen3_5", "drafter")])
