@@ -63,13 +63,14 @@ def _largest_kernel(  # type: ignore[no-untyped-def]
     """Of the logits as they are: all that a greedy row asks for. Few registers, since its programs are many."""
     let_next(PDL)
     n, b = tl.program_id(0), tl.program_id(1)
-    owner, _, flags = owner_of(n, sampled, cu_samples, sampled_end, sequence, row, whole)
+    real = n < tl.load(cu_samples + sampled_end)
     wait(PDL)
-    if owner < 0:
+    if not real:
         return
     at = b * BLOCK + tl.arange(0, BLOCK)
     inside = at < vocab
     x = tl.load(logits + n.to(tl.int64) * vocab + at, mask=inside, other=-float("inf")).to(tl.float32)
+    _, _, flags = owner_of(n, sampled, cu_samples, sampled_end, sequence, row, whole)  # while those are on their way
     part = n.to(tl.int64) * blocks + b
     largest = tl.max(tl.where(x == x, x, float("inf")), 0)
     tl.store(block_real + part * 3 + 1, largest)
