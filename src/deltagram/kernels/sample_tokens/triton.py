@@ -313,10 +313,7 @@ def launch(
     exact = {"enable_fp_fusion": False} | chained
     assert logits.is_contiguous() and history.is_contiguous() and num <= len(work.tokens)
     given = sampled, cu_samples, end, sequence
-    asking = (
-        num,
-        max(min(8, blocks), min(blocks, 512 // max(num, 1))),
-    )  # few: mostly they have nothing to do
+    asking = num, min(blocks, 32)  # not more: mostly they have nothing to do
     _count_kernel[(num, COUNTERS)](
         *given, position, row, requests.whole, history, work.counts, history.shape[1], vocab, COUNTERS, CHUNK, **chained
     )
