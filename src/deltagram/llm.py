@@ -218,17 +218,25 @@ class LLM:
             while True:
                 for inbox in inboxes.values():
                     while inbox:
-                        yield _checked(inbox.popleft())
+                        delta = _checked(inbox.popleft())
+                        self._unread(True)
+                        yield delta
                 if all(request.status is Status.FINISHED for request in requests) and not self.engine.undelivered:
                     return
+                self._unread(False)
                 for delta in self.engine.step():
                     self._inboxes[delta.request.id].append(delta)
         finally:
+            self._unread(False)
             for request in requests:
                 self.engine.abort(request)
                 del self._inboxes[request.id]
             if self.group is not None and not self._inboxes and self.group.watchdog.report is None:
                 self.assist()  # the other ranks may have requests yet
+
+    def _unread(self, waits: bool) -> None:
+        if self.group is not None:
+            self.group.watchdog.unread(waits)
 
 
 def _resolve(model: str | Path | None, asked: dict[str, Any]) -> tuple[Path, ModelConfig, Resolved]:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -119,6 +120,23 @@ def drafted(group: Group, folder: Path, settings: dict[str, str]) -> tuple[list[
     else:
         assert not llm.assist()
     return tokens, [llm.stats.drafted_tokens, llm.stats.accepted_tokens, llm.stats.prefix_hits]
+
+
+def read_slowly(group: Group, folder: Path) -> list[int]:
+    llm = LLM(folder, group=group, **SETTINGS)
+    llm.generate(PROMPTS[0], params(True))
+    group.watchdog.deadline, tokens = 1.0, []
+    for chunk in llm.stream(PROMPTS[group.rank], params(True)):
+        tokens += chunk.token_ids
+        if group.rank == 1 and len(tokens) == 3:
+            time.sleep(3)
+    return tokens
+
+
+def test_a_rank_whose_stream_is_read_slowly_is_not_missing(folder, alone):
+    with Ranks(2) as ranks:
+        found = ranks.run(read_slowly, folder)
+    assert [tuple(tokens) for tokens in found] == [alone[PROMPTS[rank], True] for rank in range(2)]
 
 
 def test_replicas_that_draft_and_find_prefixes_generate_the_tokens_of_one_process_that_does_neither(tmp_path):

@@ -28,6 +28,7 @@ _FIELDS = (
     ("step", np.int64, ()),
     ("digest", "S16", ()),
     ("began", np.float64, ()),  # of the step, 0 outside of one; times are those of the machine's monotonic clock
+    ("unread", np.int64, ()),  # whether it waits for who reads its stream
     ("failure", "S1024", ()),  # what a rank says of its own
     ("report", "S2048", ()),  # what it found out; the others take it over
     ("turn", np.int64, (COMMUNICATORS, RING)),  # of a communicator's collectives, from 1 on; 0: none yet
@@ -122,6 +123,10 @@ class Watchdog:
         finally:
             self.deadline = deadline
 
+    def unread(self, waits: bool) -> None:
+        """Whether what this rank made waits for who reads its stream: the others may then wait for this rank."""
+        self.fields["unread"][self.rank] = waits
+
     @contextmanager
     def collective(self, communicator: int, name: str) -> Iterator[tuple[int, int, int]]:
         """Around one of a communicator's collectives. Raises HangError if another rank is in another one at its turn.
@@ -215,7 +220,7 @@ class Watchdog:
     def _in_trouble(self) -> bool:
         began = [float(self.fields["began"][self.rank])]
         began += [float(self.fields["entered"][at]) for _, at in self._pending[:1]]  # on the device, after the step
-        if any(each and time.monotonic() - each > self.deadline for each in began):
+        if any(each and time.monotonic() - each > self.deadline for each in began) and not self.fields["unread"].any():
             return True
         if self.fields["failure"].any() or self.fields["report"].any():
             return True
