@@ -43,8 +43,8 @@ class Ladder:
 
     @classmethod
     def of(cls, max_tokens: int, sequences: int, max_draft: int = 0) -> "Ladder":
-        """Rungs for every step of up to `max_tokens` tokens, fine enough that little of a step is padding; and one where
-        a kernel gives way to another, past which no step should be padded."""
+        """Rungs for every step of up to `max_tokens` tokens, fine enough that little of a step is padding; and one
+        where a kernel gives way to another, past which no step should be padded."""
         most = sequences * (1 + max_draft)
         decode = {*_rungs(most, 1), *(gate for gate in (FEW_ROWS, SOME_ROWS) if gate < most)}
         return cls(tuple(sorted(decode)), _rungs(max_tokens, TOKENS), sequences, max_draft)
