@@ -1,8 +1,11 @@
 """Products with packed weights: against float64, and a row's bits alone and in company."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from deltagram.kernels._few_rows import LEAST_ROOM, _constants, few_rows, tile_of
 from deltagram.kernels._packed import Packed
 from deltagram.kernels.linear import linear
 from deltagram.testing.compiled import LENGTHS, among_nan, assert_close, weight
@@ -47,3 +50,19 @@ def test_other_dtypes_take_the_reference_and_the_compiled_body_refuses_them() ->
         linear(x, packed, impl="compiled")
     plain = torch.randn(5, 8)
     assert torch.equal(linear(x.float(), plain), torch.nn.functional.linear(x.float(), plain))
+
+
+@pytest.mark.parametrize(("memory", "takes"), [(232_448, True), (166_912, True), (101_376, False)])
+def test_products_of_few_rows_are_for_gpus_with_room(monkeypatch: pytest.MonkeyPatch, memory: int, takes: bool) -> None:
+    """An H200, an A100, and cards for a desk."""
+    properties = SimpleNamespace(shared_memory_per_block_optin=memory)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert few_rows(torch.zeros(4, 64, dtype=torch.bfloat16)) == takes
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_least_room_holds_two_stages_of_every_tile(gated: bool) -> None:
+    for outputs in (*range(16, 20_000, 112), 248_320):
+        c = _constants(tile_of(outputs), 4096, 16, gated, LEAST_ROOM)
+        lines = (c["BN"] + c["EX"]) * (2 if gated else 1) + c["BM"]  # type: ignore[operator]
+        assert c["STAGES"] >= 2 and c["STAGES"] * lines * c["PARTS"] * c["PART"] * 2 <= LEAST_ROOM, outputs  # type: ignore[operator]

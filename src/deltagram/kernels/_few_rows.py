@@ -150,6 +150,7 @@ WARPS = 4
 PART = 128
 MULTIPROCESSORS = 132  # of an H200; the same for all GPUs, since it decides the order of sums
 ROOM = 205_000  # bytes of shared memory for rings, on an H200
+LEAST_ROOM = 131_072  # two stages of the widest tile of gate and up, with 16 rows
 
 
 TILES = ((64, 0), (64, 8), (64, 16), (64, 32), (32, 0), (32, 8), (32, 16), (16, 0), (16, 8))
@@ -177,8 +178,16 @@ def aligned(x: Tensor) -> tuple[Tensor, int]:
 
 
 def few_rows(x: Tensor) -> bool:
-    """Whether a product with x's rows [T, K] is one for this file."""
-    return 0 < len(x) <= FEW_ROWS and x.dtype in (torch.bfloat16, torch.float16) and x.shape[1] % 16 == 0
+    """Whether a product with x's rows [T, K] is one for this file: on GPUs whose shared memory has room for two stages
+    of the widest tile, as those of data centres do."""
+    takes = 0 < len(x) <= FEW_ROWS and x.dtype in (torch.bfloat16, torch.float16) and x.shape[1] % 16 == 0
+    return takes and _room(x.device) >= LEAST_ROOM
+
+
+def _room(device: torch.device) -> int:
+    """Bytes of a program's shared memory that rings may take: what there is, less the sums across warps."""
+    memory: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return memory - 27_000
 
 
 def product(
@@ -192,11 +201,10 @@ def product(
     assert weight.is_contiguous() and (residual is None or residual.stride(1) == 1)
     out = x.new_empty(rows, outputs)
     tile, pdl = tile_of(outputs), dependent_launch(x)
-    memory = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin  # type: ignore[attr-defined]
-    room = memory - 27_000  # for sums across warps
     _kernel[(-(-outputs // (tile.outputs + tile.extra)),)](
         x, weight, residual, out, rows, outputs, inputs, x_stride, residual.stride(0) if residual is not None else 0,
-        **_constants(tile, inputs, power_of_two(rows, 8), gated, room), PDL=pdl, num_warps=WARPS, launch_pdl=pdl,
+        **_constants(tile, inputs, power_of_two(rows, 8), gated, _room(x.device)), PDL=pdl, num_warps=WARPS,
+        launch_pdl=pdl,
     )  # fmt: skip
     return out
 
