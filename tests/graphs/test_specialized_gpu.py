@@ -19,6 +19,7 @@ CUDA = torch.device("cuda")
 GATES = (
     (_few_rows, "FEW_ROWS"),
     (_some_rows, "SOME_ROWS"),
+    (_some_rows, "ROWS_IN_PARTS"),
     (hyper_mix, "FEW_HYPER_ROWS"),
     (experts, "FEW_EXPERT_ROWS"),
 )
@@ -71,7 +72,7 @@ def test_specialized_decode_matches_the_model(model: Model, monkeypatch: pytest.
         for where, name in GATES:
             patch.setattr(where, name, 0)
         plain = Logits(model, CUDA)
-    few = max(_gates.FEW_ROWS, _gates.SOME_ROWS, _gates.FEW_HYPER_ROWS)
+    few = max(_gates.SOME_ROWS, _gates.ROWS_IN_PARTS, _gates.FEW_HYPER_ROWS)
     few = max(few, _gates.FEW_EXPERT_ROWS * 8 // 2)  # a token takes two of eight experts
     errors: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for drafts in range(DRAFTS + 1):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltagram.kernels._gates import FEW_ROWS, SOME_ROWS
+from deltagram.kernels._gates import FEW_ROWS, ROWS_IN_PARTS, SOME_ROWS
 from deltagram.step.buckets import ExactBuckets, Ladder
 from deltagram.step.plan import Bucket, Entry, Kind, PageGrant, StepPlan
 from deltagram.step.sequences import max_grants, pack
@@ -103,7 +103,7 @@ def test_a_ladder_holds_every_step_with_little_padding(most: int, sequences: int
 
 def test_no_step_is_padded_past_the_rows_of_a_kernel() -> None:
     ladder = Ladder.of(512, 100)
-    for gate in (FEW_ROWS, SOME_ROWS):
+    for gate in (FEW_ROWS, SOME_ROWS, ROWS_IN_PARTS):
         assert ladder.fit(gate, gate, False).tokens == ladder.fit(gate, 1, True).tokens == gate
 
 

@@ -255,7 +255,7 @@ class Engine:
         try:
             if not self._is_whole:  # an interrupt came while it started over
                 self.start_over()
-            self._is_whole = False
+            self._is_whole, self._delivering = False, None
             try:
                 yield
             except torch.AcceleratorError:

@@ -77,8 +77,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a new request. It must fit the pages when it runs alone: the engine has checked."""
         assert request.status is Status.NEW and self._pages_for(request.max_length) <= self.pages.num_pages
-        request.status = Status.WAITING
         self.waiting.append(request)
+        request.status = Status.WAITING
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request that waits or runs, and free what it owns."""

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from deltagram.kernels._gates import FEW_ROWS
-from deltagram.kernels._gluon import async_copy, gl, gluon_jit, mma_v2, wait_then_launch
+from deltagram.kernels._gluon import async_copy, check, gl, gluon_jit, mma_v2, wait_then_launch
 from deltagram.kernels._norm import Norm, fused_norm
 from deltagram.kernels._triton import Build, dependent_launch, power_of_two
 
@@ -127,6 +127,7 @@ def _kernel(  # type: ignore[no-untyped-def]
         _fetch(x_rings, ahead % STAGES, x_lines, k + ahead * BK, real & known)
         async_copy.commit_group()
 
+    async_copy.wait_group(0)  # copies past the end write zeros, where the sums across warps are about to meet
     for j in gl.static_range(PIECES):
         y = gl.sum(sums[j], 0)
         if GATED:
@@ -194,6 +195,7 @@ def product(
     x: Tensor, weight: Tensor, norm: Norm | None = None, residual: Tensor | None = None, gated: bool = False
 ) -> Tensor:
     """See the file's docstring. The norm is a launch of its own."""
+    check()
     x = x if norm is None else fused_norm(x, *norm)
     x, x_stride = aligned(x)
     rows, inputs = x.shape

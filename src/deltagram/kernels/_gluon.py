@@ -3,17 +3,28 @@ starts. Like _triton.py, it imports without Triton. Triton's interpreter does no
 
 from __future__ import annotations
 
-from deltagram.kernels._triton import jit
+from deltagram.kernels._triton import TRITON_ERROR, jit
 
 try:
     from triton.experimental.gluon import jit as gluon_jit
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia import hopper as warpgroups
     from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
-except ImportError:
-    gluon_jit, gl, async_copy, mma_v2, warpgroups = jit, None, None, None, None
 
-__all__ = ["async_copy", "gl", "gluon_jit", "mma_v2", "wait_then_launch", "warpgroups"]
+    GLUON_ERROR = None
+except ImportError as error:
+    gluon_jit, gl, async_copy, mma_v2, warpgroups = jit, None, None, None, None
+    GLUON_ERROR = error
+
+__all__ = ["async_copy", "check", "gl", "gluon_jit", "mma_v2", "wait_then_launch", "warpgroups"]
+
+
+def check() -> None:
+    """Raises RuntimeError where Triton is there without this part."""
+    if TRITON_ERROR is None and GLUON_ERROR is not None:
+        raise RuntimeError(
+            f"this Triton lacks what products on a GPU need ({GLUON_ERROR}): pip install 'deltagram[gpu]'"
+        )
 
 
 @gluon_jit

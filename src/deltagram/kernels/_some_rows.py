@@ -11,7 +11,8 @@ tiles holds here too; the extra outputs go through the tensor cores' older instr
 for compute capability 9.0.
 
 Shapes: x [T, K] (rows may be strided), weight [N, K] contiguous, residual [T, N] (rows may be strided). Returns [T, N],
-or [T, N / 2] if gated, in x's dtype; sums in fp32, rounded once. K is a multiple of 16.
+or [T, N / 2] if gated, in x's dtype; sums in fp32, rounded once. K is a multiple of 16;
+for parts, of 64.
 """
 
 # mypy: disable-error-code="assignment,misc"
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from deltagram.kernels._few_rows import MULTIPROCESSORS, aligned, busiest
 from deltagram.kernels._gates import FEW_ROWS, ROWS_IN_PARTS, SOME_ROWS
-from deltagram.kernels._gluon import async_copy, gl, gluon_jit, mma_v2, wait_then_launch, warpgroups
+from deltagram.kernels._gluon import async_copy, check, gl, gluon_jit, mma_v2, wait_then_launch, warpgroups
 from deltagram.kernels._triton import Build, dependent_launch, jit, tl
 
 
@@ -167,6 +168,7 @@ def _gated_kernel(  # type: ignore[no-untyped-def]
         _fetch(rings, ahead % STAGES, lines, k + ahead * BK, known)
         _fetch(x_rings, ahead % STAGES, x_lines, k + ahead * BK, real & known)
         async_copy.commit_group()
+    async_copy.wait_group(0)  # copies past the end write zeros, where the store's layouts are about to change
     _store(gate, up, first, out, outputs, rows, write)
     if EX > 0:
         _store(gate_ex, up_ex, first + BN, out, outputs, rows, slim)
@@ -186,6 +188,7 @@ def wide_gate(x: Tensor) -> bool:
 
 def gated_product(x: Tensor, weight: Tensor) -> Tensor:
     """See the file's docstring."""
+    check()
     x, x_stride = aligned(x)
     (rows, inputs), outputs = x.shape, len(weight) // 2
     assert weight.is_contiguous()

@@ -2,8 +2,8 @@
 
     y[t, c] = words[token[t]]     for every copy c
 
-Shapes: token int32 or int64 [T], words [vocab, H]. Returns [T, H], or [T, copies, H] if `copies` is given, in words'
-dtype.
+Shapes: token int32 or int64 [T], of the vocabulary (the kernel does not look), words [vocab, H]. Returns [T, H], or
+[T, copies, H] if `copies` is given, in words' dtype.
 """
 
 from __future__ import annotations

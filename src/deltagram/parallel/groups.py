@@ -198,8 +198,9 @@ class Communicator:
         """Have the device count this entry, when its stream comes here, where the watchdog reads it without the driver:
         an event's query can wait, with the interpreter's lock, for a copy that waits for a stopped rank."""
         if self._ended is None:
-            zero = torch.zeros(1, dtype=torch.int64)
-            self._ended = zero.to(device), zero.pin_memory()
+            with torch.inference_mode(False):  # or they could be written to in that mode alone
+                zero = torch.zeros(1, dtype=torch.int64)
+                self._ended = zero.to(device), zero.pin_memory()
         self._entries += 1
         entries, (counted, seen) = self._entries, self._ended
         seen.copy_(counted.add_(1), non_blocking=True)
@@ -270,6 +271,7 @@ def _meet(place: Place) -> dist.Store:
         raise ValueError(f"{absence()}: {error}") from error
     if came < place.size:
         raise ValueError(absence())
+    store.set_timeout(_PATIENCE)
     return store
 
 

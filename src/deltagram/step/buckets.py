@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from deltagram.kernels._gates import FEW_ROWS, SOME_ROWS
+from deltagram.kernels._gates import FEW_ROWS, ROWS_IN_PARTS, SOME_ROWS
 from deltagram.step.plan import Bucket
 
 GROWTH = 1.25  # of a rung over the last: a step that lies anywhere between two is padded by 11 % on average
@@ -46,7 +46,7 @@ class Ladder:
         """Rungs for every step of up to `max_tokens` tokens, fine enough that little of a step is padding; and one
         where a kernel gives way to another, past which no step should be padded."""
         most = sequences * (1 + max_draft)
-        decode = {*_rungs(most, 1), *(gate for gate in (FEW_ROWS, SOME_ROWS) if gate < most)}
+        decode = {*_rungs(most, 1), *(gate for gate in (FEW_ROWS, SOME_ROWS, ROWS_IN_PARTS) if gate < most)}
         return cls(tuple(sorted(decode)), _rungs(max_tokens, TOKENS), sequences, max_draft)
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from deltagram.kernels._triton import jit, tl
@@ -192,8 +193,11 @@ def launch(
     pdl: bool,
 ) -> None:
     """Pick for those of the first `num` rows that are unsettled."""
-    # The interpreter runs one program after the other: there nobody may wait.
-    shared = {"PARTS": PARTS, "GROUPS": GROUPS} if work.tokens.is_cuda else {"PARTS": 1, "GROUPS": 1}
+    if work.tokens.is_cuda:  # who waits for each other must run at once: one a multiprocessor, on a small GPU
+        processors = torch.cuda.get_device_properties(work.tokens.device).multi_processor_count
+        shared = {"PARTS": min(PARTS, 1 << (processors.bit_length() - 1)), "GROUPS": GROUPS}
+    else:  # the interpreter runs one program after the other: there nobody may wait
+        shared = {"PARTS": 1, "GROUPS": 1}
     KERNEL[(shared["PARTS"] * shared["GROUPS"],)](
         sampled, cu_samples, len(cu_samples) - 1, sequence, position, row, requests.whole, requests.real, work.adjusted,
         work.weights, work.unsettled, work.meeting, work.tokens, vocab, num, **CONSTANTS | shared, PDL=pdl,
