@@ -13,7 +13,8 @@ A program is one warp and a tile of rows of one head's state, so that nobody wai
 what is summed along them is laid out alike in any tile: a few sequences are cut finer than many, and keep their bits.
 With dependent launch the kernel reads what earlier steps left (the state, past inputs, and accepted drafts, which it
 takes at once) while this step's projections still run. No kernel of this step writes any of it, and those of earlier
-steps have ended: a step begins with kernels that start when all before them have.
+steps have ended: a step begins with kernels that start when all before them have. So must whoever calls this twice on
+one state.
 
 Shapes: qkv [T, 2 H K + HV V] (channels q | k | v), a and b [T, HV] (rows may be strided), conv_weight [C, W], A_log and
 dt_bias [HV] fp32, ring [slots, R, C]; state [slots, HV, V, K], rounded to its dtype after every token; kind, start,
