@@ -1,16 +1,16 @@
 """An engine process whose steps fail when a prompt asks for it: token 1 raises, token 2 ends the process, token 3
-is a device that fails, and token 4 raises where no step is to blame."""
+is a device that fails, and token 4 raises where no request is to blame."""
 
 import os
 import sys
 
 import torch
 
+from deltagram.engine.engine import Engine
 from deltagram.engine.runner import Runner
-from deltagram.engine.scheduler import Scheduler
 from deltagram.serving import worker
 
-launch, schedule = Runner.launch, Scheduler.schedule
+launch, step = Runner.launch, Engine.step
 
 
 def faulty(self, scheduled):
@@ -24,12 +24,12 @@ def faulty(self, scheduled):
     return launch(self, scheduled)
 
 
-def escaping(self, ahead):
-    scheduled = schedule(self, ahead)
-    if scheduled is not None and any(4 in request.prompt for request in scheduled.requests):
-        raise AssertionError(f"broken by {bytes(scheduled.requests[0].prompt).decode()}")
-    return scheduled
+def escaping(self):
+    for request in (*self.scheduler.running, *self.scheduler.waiting):
+        if 4 in request.prompt:
+            raise AssertionError(f"broken by {bytes(request.prompt).decode()}")
+    return step(self)
 
 
-Runner.launch, Scheduler.schedule = faulty, escaping
+Runner.launch, Engine.step = faulty, escaping
 worker.serve(int(sys.argv[1]))
