@@ -268,7 +268,10 @@ def _experiments(command: str, arguments: list[str]) -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "scipy":
             raise
-        _say(f"`deltagram {command}` needs scipy: pip install 'deltagram[experiments]'", "red")
+        _say(
+            f"`deltagram {command}` needs scipy: pip install 'deltagram[experiments]'",
+            "red",
+        )
         raise typer.Exit(FAILED) from None
     cli.app([command, *arguments], prog_name="deltagram")
 
@@ -300,6 +303,13 @@ def _exits() -> Iterator[None]:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains when it flushes stdout at exit
         raise typer.Exit(BROKEN_PIPE) from None
+    except RuntimeError as error:
+        from deltagram.parallel.watchdog import EXIT_CODE, HangError
+
+        if not isinstance(error, HangError) and not isinstance(error.__cause__, HangError):
+            raise
+        _say(str(error.__cause__ or error), "red")
+        raise typer.Exit(EXIT_CODE) from None
     except (ValueError, OSError) as error:
         _say(str(error), "red")
         raise typer.Exit(REFUSED) from None

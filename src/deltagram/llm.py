@@ -92,8 +92,11 @@ class LLM:
             asked = {"speculation": "drafter"} | asked
         if (drafter is None) == (asked.get("speculation") == "drafter"):
             raise ValueError(
-                f"speculation is {asked.get('speculation')!r}, and the drafter {drafter!r}: give both or none"
+                f"speculation is {asked.get('speculation')!r}, and the drafter {drafter!r}: give both, "
+                "as in LLM(drafter=f), or none"
             )
+        if drafter is not None and not callable(drafter):
+            raise ValueError(f"a drafter must be a function of tokens and a number of drafts, got {drafter!r:.200}")
         self.folder, self.config, self.settings = everywhere(group, lambda: _resolve(model, asked))
         _check_ranks(group, self.settings, self.config)
         folder = self.folder

@@ -1,7 +1,11 @@
 """Joining a group, deciding for it, and what is refused: by every rank, in the same words."""
 
 import re
+import signal
+import subprocess
+import sys
 import threading
+import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -9,9 +13,11 @@ import pytest
 import torch
 
 from deltagram.parallel import groups
+from deltagram.parallel import launch as launch_module
 from deltagram.parallel.groups import Communicator, DisagreementError, Group, Place, device_of, number_of
 from deltagram.parallel.launch import environment, free_port
 from deltagram.parallel.shared_memory import shared_memory
+from deltagram.parallel.watchdog import process_state
 from deltagram.step.plan import Bucket, Entry, Kind, StepPlan
 from deltagram.testing.ranks import Ranks
 
@@ -148,3 +154,24 @@ def test_a_communicator_belongs_to_one_stream(monkeypatch):
         communicator.entered("all-gather", torch.device("cuda")),
     ):
         pass
+
+
+FAILS = "import os, sys, time; time.sleep(60) if os.environ['RANK'] != sys.argv[1] else sys.exit(3)"
+SLEEPS = "import os, time; os.write(1, b'%d\\n' % os.getpid()); time.sleep(60)"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_whichever_rank_fails_the_others_are_ended(monkeypatch, rank):
+    monkeypatch.setattr(launch_module, "GRACE", 0.5)
+    began = time.monotonic()
+    assert launch_module.launch(["-c", FAILS, str(rank)], 2) == 3
+    assert time.monotonic() - began < 30
+
+
+def test_ranks_end_with_who_launched_them():
+    launching = f"import sys; from deltagram.parallel.launch import launch; sys.exit(launch(['-c', {SLEEPS!r}], 2))"
+    with subprocess.Popen([sys.executable, "-c", launching], stdout=subprocess.PIPE, text=True) as launcher:
+        ranks = [int(launcher.stdout.readline()) for _ in range(2)]
+        launcher.terminate()
+        assert launcher.wait(30) == 128 + signal.SIGTERM
+    assert all(process_state(rank) == "gone" for rank in ranks)

@@ -164,7 +164,10 @@ class Runner:
         if 0 < size < each:
             raise ValueError(f"prefix_cache_bytes must hold a checkpoint of {each} bytes, or be 0, got {size}")
         fill = float("nan") if self.settings.poison else 0.0
-        self._kept = [pool.new_full((self.num_checkpoints, *pool.shape[1:]), fill) for pool in self._pools]
+        try:
+            self._kept = [pool.new_full((self.num_checkpoints, *pool.shape[1:]), fill) for pool in self._pools]
+        except RuntimeError as error:  # torch's, for memory that is not there
+            raise ValueError(f"prefix_cache_bytes is {size}, more than {self.device} has free") from error
         if self.num_checkpoints and self.device.type == "cuda":
             self._staged_pages = torch.zeros(self.page_table.shape, dtype=torch.int32, pin_memory=True)
 

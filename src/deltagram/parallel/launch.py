@@ -31,8 +31,8 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
     """Run `python arguments...` as `ranks` processes to their end, and return the exit code: of the first that failed.
 
     They share the processors unless OMP_NUM_THREADS says otherwise. When one fails, the others have GRACE seconds; what
-    is left then, stopped processes too, is killed. An interrupt reaches all of them. Raises ValueError for fewer than
-    one rank.
+    is left then, stopped processes too, is killed, as all are when this process is told to end (SIGTERM). An interrupt
+    reaches all of them. Raises ValueError for fewer than one rank.
     """
     if ranks < 1:
         raise ValueError(f"--ranks must be at least 1, got {ranks}")
@@ -43,9 +43,10 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
         for rank in range(ranks)
     ]
     code, ends_at = 0, float("inf")
+    before = signal.signal(signal.SIGTERM, _told_to_end)
     try:
-        while any(process.poll() is None for process in processes) and time.monotonic() < ends_at:
-            failed = [process.returncode for process in processes if process.returncode]
+        while None in (codes := [process.poll() for process in processes]) and time.monotonic() < ends_at:
+            failed = [each for each in codes if each]
             if failed and not code:
                 code, ends_at = failed[0], time.monotonic() + GRACE
             time.sleep(0.05)
@@ -56,5 +57,10 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
             if process.poll() is None:
                 process.kill()
             process.wait()
+        signal.signal(signal.SIGTERM, before)
     code = code or next((process.returncode for process in processes if process.returncode), 0)
     return code if code >= 0 else 128 - code
+
+
+def _told_to_end(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
