@@ -529,7 +529,11 @@ def test_settings_of_speculation_are_checked_together() -> None:
     assert all(name in str(error.value) for name in (*wrong, "adaptive_drafts"))
     with pytest.raises(ValueError, match=r"at least 127.*num_draft drafts"):
         LLM(device="cpu", speculation="prompt_lookup", max_num_tokens=126)
-    with pytest.raises(ValueError, match="give both or none"):
+    with pytest.raises(ValueError, match=r"give both, as in LLM\(drafter=f\), or none"):
         LLM(device="cpu", speculation="drafter")
+    with pytest.raises(ValueError, match="a drafter must be a function of tokens and a number of drafts, got 5"):
+        LLM(device="cpu", drafter=5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"checkpoint of .* bytes"):
         LLM(device="cpu", prefix_cache_bytes=10)
+    with pytest.raises(ValueError, match="prefix_cache_bytes is 99999999999999, more than cpu has free"):
+        LLM(device="cpu", prefix_cache_bytes=99_999_999_999_999)
