@@ -268,10 +268,7 @@ def _experiments(command: str, arguments: list[str]) -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "scipy":
             raise
-        _say(
-            f"`deltagram {command}` needs scipy: pip install 'deltagram[experiments]'",
-            "red",
-        )
+        _say(f"`deltagram {command}` needs scipy: pip install 'deltagram[experiments]'", "red")
         raise typer.Exit(FAILED) from None
     cli.app([command, *arguments], prog_name="deltagram")
 

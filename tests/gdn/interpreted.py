@@ -4,22 +4,14 @@ It checks masks and indices: everything that is not read is NaN, and sizes are o
 """
 
 import torch
-import triton.runtime.interpreter as interpreter
 
 from deltagram.kernels import gated_delta_chunk
 from deltagram.kernels.rms_norm_gated import rms_norm_gated
 from deltagram.step.plan import Bucket, Kind
 from deltagram.testing.core_steps import CoreShape, CoreSteps, Part, oracle
+from deltagram.testing.interpreter import take_one_element_as_index
 
-_patch = interpreter._patch_lang_tensor
-
-
-def _patch_index(tensor, scope):  # NumPy 2.4 no longer turns an array of one element into an index by itself
-    _patch(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-
-interpreter._patch_lang_tensor = _patch_index
+take_one_element_as_index()
 torch.utils.deterministic.fill_uninitialized_memory = True
 torch.use_deterministic_algorithms(True)  # scratch and outputs start as NaN
 

@@ -4,7 +4,6 @@ It checks masks and indices: everything that is not read is NaN, and sizes are o
 """
 
 import torch
-import triton.runtime.interpreter as interpreter
 
 from deltagram.kernels._triton import Impl
 from deltagram.kernels.cache_write import cache_write
@@ -15,16 +14,9 @@ from deltagram.kernels.qkv_write import qkv_write
 from deltagram.kernels.select_blocks import select_blocks
 from deltagram.step.plan import Kind
 from deltagram.testing.attention_steps import AttentionStep, Part, Text
+from deltagram.testing.interpreter import take_one_element_as_index
 
-_patch = interpreter._patch_lang_tensor
-
-
-def _patch_index(tensor, scope):  # NumPy 2.4 no longer turns an array of one element into an index by itself
-    _patch(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-
-interpreter._patch_lang_tensor = _patch_index
+take_one_element_as_index()
 torch.utils.deterministic.fill_uninitialized_memory = True
 torch.use_deterministic_algorithms(True)  # scratch and outputs start as NaN
 split.LEAST, split.MOST, gather.SIZE = 5, 4, 32

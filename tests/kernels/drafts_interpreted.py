@@ -3,21 +3,13 @@ interpreter, against their references. It checks masks and indices.
 """
 
 import torch
-import triton.runtime.interpreter as interpreter
 from test_commit_tokens import step
 
 from deltagram.kernels.commit_tokens import commit_tokens
 from deltagram.kernels.place_drafts import place_drafts
+from deltagram.testing.interpreter import take_one_element_as_index
 
-_patch = interpreter._patch_lang_tensor
-
-
-def _patch_index(tensor, scope):  # NumPy 2.4 no longer turns an array of one element into an index by itself
-    _patch(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-
-interpreter._patch_lang_tensor = _patch_index
+take_one_element_as_index()
 
 for seed in range(30):
     arguments, _ = step(seed)

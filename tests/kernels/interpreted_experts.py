@@ -5,7 +5,6 @@ It checks masks and indices: everything that is not read is NaN, and sizes are o
 """
 
 import torch
-import triton.runtime.interpreter as interpreter
 from test_derive_table import PAGE, step
 
 from deltagram.kernels.derive_table import derive_table
@@ -15,16 +14,9 @@ from deltagram.kernels.moe import moe
 from deltagram.kernels.moe import triton as experts
 from deltagram.kernels.ple_gate import ple_gate
 from deltagram.testing.compiled import among_nan
+from deltagram.testing.interpreter import take_one_element_as_index
 
-_patch = interpreter._patch_lang_tensor
-
-
-def _patch_index(tensor, scope):  # NumPy 2.4 no longer turns an array of one element into an index by itself
-    _patch(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-
-interpreter._patch_lang_tensor = _patch_index
+take_one_element_as_index()
 torch.utils.deterministic.fill_uninitialized_memory = True
 torch.use_deterministic_algorithms(True)  # scratch and outputs start as NaN
 torch.manual_seed(0)

@@ -2,21 +2,13 @@
 interpreter. It checks masks and indices: sizes that fill no tile, NaN around what is read."""
 
 import torch
-import triton.runtime.interpreter as interpreter
 
 from deltagram.kernels._norm import fused_norm, plain_norm
 from deltagram.kernels._some_rows import _ADD, _add_kernel
 from deltagram.kernels.gated_mlp import _gate
+from deltagram.testing.interpreter import take_one_element_as_index
 
-_patch = interpreter._patch_lang_tensor
-
-
-def _patch_index(tensor, scope):  # NumPy 2.4 no longer turns an array of one element into an index by itself
-    _patch(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-
-interpreter._patch_lang_tensor = _patch_index
+take_one_element_as_index()
 torch.utils.deterministic.fill_uninitialized_memory = True
 torch.use_deterministic_algorithms(True)  # scratch and outputs start as NaN
 

@@ -1,21 +1,13 @@
 """sample_tokens under Triton's interpreter, in a process of its own: see test_sample_tokens.py."""
 
 import torch
-import triton.runtime.interpreter as interpreter
 from torch import Tensor
 
 from deltagram.kernels.sample_tokens import Requests, Scratch, pick_from_all
+from deltagram.testing.interpreter import take_one_element_as_index
 from deltagram.testing.sampling import check
 
-_patch = interpreter._patch_lang_tensor
-
-
-def _patch_index(tensor, scope):  # NumPy 2.4 no longer turns an array of one element into an index by itself
-    _patch(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-
-interpreter._patch_lang_tensor = _patch_index
+take_one_element_as_index()
 
 unsettled = 0
 _launch = pick_from_all.launch

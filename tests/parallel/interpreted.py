@@ -4,7 +4,6 @@ It checks masks and indices. One rank runs at a time, so that what peers would h
 """
 
 import torch
-import triton.runtime.interpreter as interpreter
 
 from deltagram.kernels.lamport_gather import SENTINEL, lamport_gather
 from deltagram.kernels.peer_barrier import peer_barrier
@@ -12,16 +11,9 @@ from deltagram.kernels.peer_lookup import peer_lookup
 from deltagram.kernels.peer_publish import peer_publish
 from deltagram.kernels.peer_unpack import peer_unpack
 from deltagram.parallel.peer_memory import virtual_ranks
+from deltagram.testing.interpreter import take_one_element_as_index
 
-_patch = interpreter._patch_lang_tensor
-
-
-def _patch_index(tensor, scope):  # NumPy 2.4 no longer turns an array of one element into an index by itself
-    _patch(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-
-interpreter._patch_lang_tensor = _patch_index
+take_one_element_as_index()
 CPU = torch.device("cpu")
 ROWS, LAYERS, COLUMNS, SLOT = 60, 2, 8, 5
 

@@ -1,0 +1,79 @@
+"""What drafts: prompt lookup, what drafts are worth, and what a drafter or its settings are refused for."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deltagram import LLM, SamplingParams
+from deltagram.engine.speculate import PROBE_AFTER, Gain, PromptLookup, StepCost
+from deltagram.testing.alone import CONTEXT, text_of
+from deltagram.testing.checkpoints import TINY_SHAPES, write_tiny_checkpoint
+
+
+def test_prompt_lookup_finds_what_followed_last() -> None:
+    lookup = PromptLookup()
+    assert lookup([1, 2, 3, 4, 9, 2, 3, 4], 2) == [9, 2]
+    assert lookup([1, 2, 3, 4, 9, 2, 3, 4, 7, 2, 3, 4], 1) == [7], "the last time"
+    assert lookup([1, 2, 3, 4, 9, 2, 3, 4, 7, 2, 3, 4, 8], 3) == []
+    assert PromptLookup()([5, 6, 5, 6, 5], 5) == [6, 5, 6, 5, 6], "a period goes on"
+    assert PromptLookup()([5], 3) == [] == PromptLookup()([], 3)
+    text = list(text_of(300, 1)) * 2
+    grown = PromptLookup()
+    for length in range(1, len(text), 7):
+        assert grown(text[:length], 4) == PromptLookup()(text[:length], 4)
+    assert PromptLookup()(text[:400], 5) == text[400:405]
+
+
+def test_drafts_are_worth_what_they_gain() -> None:
+    gain = Gain()
+    for _ in range(40):
+        gain.learn(3, 4)
+    assert gain.worth(5, 0.3) == 5
+    for _ in range(40):
+        gain.learn(3, 1)
+    assert gain.worth(5, 0.3) == 0 and gain.quiet == 0
+    for _ in range(PROBE_AFTER):
+        gain.learn(0, 1)
+    assert gain.worth(5, 0.3) == 1, "now and then one is tried"
+    cost = StepCost()
+    for tokens in (1, 6, 1, 4):
+        cost.learn(tokens, 1e-3 + 2e-4 * tokens)
+    cost.learn(1, 1.0)  # somebody else had the machine
+    for _ in range(60):
+        cost.learn(1, 1.2e-3)
+    assert cost.price(1) == pytest.approx(2e-4 / 1.2e-3, rel=0.01)
+    assert cost.price(4) == pytest.approx(2e-4 / 4.5e-4, rel=0.01)
+
+
+def test_the_front_door_takes_a_drafter(tmp_path: Path) -> None:
+    folder = write_tiny_checkpoint(tmp_path / "tiny", **TINY_SHAPES["qwen3_5"])
+    options: dict[str, Any] = {"device": "cpu", "max_context": CONTEXT, "num_draft": 2}
+    llm = LLM(folder, drafter=lambda tokens, num_draft: [tokens[-1]] * num_draft, **options)
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    plain = LLM(folder, **options).generate([1, 2, 3], params)
+    assert llm.generate([1, 2, 3], params) == plain and llm.stats.drafted_tokens > 0
+    with pytest.raises(ValueError, match="mtp"):
+        LLM(folder, speculation="mtp", **options)
+
+
+def test_settings_of_speculation_are_checked_together() -> None:
+    wrong: dict[str, Any] = {
+        "speculation": "guess",
+        "num_draft": 6,
+        "synthetic_acceptance": 9,
+        "prefix_cache_bytes": -1,
+    }
+    with pytest.raises(ValueError) as error:
+        LLM(device="cpu", **wrong, adaptive_drafts=1)
+    assert all(name in str(error.value) for name in (*wrong, "adaptive_drafts"))
+    with pytest.raises(ValueError, match=r"at least 127.*num_draft drafts"):
+        LLM(device="cpu", speculation="prompt_lookup", max_num_tokens=126)
+    with pytest.raises(ValueError, match=r"give both, as in LLM\(drafter=f\), or none"):
+        LLM(device="cpu", speculation="drafter")
+    with pytest.raises(ValueError, match="a drafter must be a function of tokens and a number of drafts, got 5"):
+        LLM(device="cpu", drafter=5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"checkpoint of .* bytes"):
+        LLM(device="cpu", prefix_cache_bytes=10)
+    with pytest.raises(ValueError, match="prefix_cache_bytes is 1000000000000000000, more than cpu has free"):
+        LLM(device="cpu", prefix_cache_bytes=10**18)  # more than addresses reach
