@@ -26,14 +26,19 @@ def plan(start: int) -> StepPlan:
     return StepPlan(7, Bucket(4, 2, False), (Entry(1, 3, 1, Kind.DECODE, 1, start),))
 
 
+def same(group: Group, mine: StepPlan) -> None:
+    digests = group.gather_numbers([number_of(mine.digest())])
+    group.check_same([digest for (digest,) in digests], "plan")
+
+
 def decide(group: Group) -> tuple[object, list[list[int]], list[str]]:
     """What rank 0 decided; numbers of all; and what is said of plans that differ."""
     decided = group.broadcast_decision({"crossover": 100 * group.rank + 5})
     numbers = group.gather_numbers([group.rank, 2**62 + group.rank])
-    group.same_everywhere(plan(9).digest())
+    same(group, plan(9))
     said = []
     try:
-        group.same_everywhere(plan(9 + (group.rank == 1)).digest())
+        same(group, plan(9 + (group.rank == 1)))
     except DisagreementError as error:
         said.append(str(error))
     group.barrier()

@@ -106,13 +106,9 @@ class Group:
         self._host.all_gather(everyone, mine)
         return everyone.tolist()  # type: ignore[no-any-return]
 
-    def same_everywhere(self, digest: str, what: str = "plan") -> None:
-        """Raises DisagreementError, on every rank, unless all gave the same digest (16 hexadecimal digits)."""
-        found = self.gather_numbers([number_of(digest)])
-        self.check_same([numbers[0] for numbers in found], what)
-
     def check_same(self, digests: list[int], what: str) -> None:
-        """Of numbers that were gathered along with others: see `same_everywhere`."""
+        """Raises DisagreementError, on every rank, unless the `digests` that all gave, gathered along with other numbers, are
+        the same."""
         others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if others:
             ranks = ", ".join(map(str, others))
