@@ -107,8 +107,8 @@ class Group:
         return everyone.tolist()  # type: ignore[no-any-return]
 
     def check_same(self, digests: list[int], what: str) -> None:
-        """Raises DisagreementError, on every rank, unless the `digests` that all gave, gathered along with other numbers, are
-        the same."""
+        """Raises DisagreementError, on every rank, unless all gave the same of the `digests`, which were gathered along
+        with other numbers."""
         others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if others:
             ranks = ", ".join(map(str, others))
