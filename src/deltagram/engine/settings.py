@@ -5,14 +5,19 @@ from typing import Any
 
 import torch
 
+from deltagram.attention.cache import page_size
+from deltagram.engine.sampler import MAX_VOCAB_SIZE
 from deltagram.engine.speculate import MAX_DRAFT
-from deltagram.models.config import ModelConfig
+from deltagram.kernels.paged_attention.tile import MOST_COUNTERS
+from deltagram.models.config import FULL, ModelConfig, Qwen4ExpConfig
 from deltagram.ngram.exchange_choice import check_name
 from deltagram.ngram.placement import Placement
 from deltagram.ngram.sharding import check_way
 from deltagram.step.plan import CHUNK
 
 SPECULATION = ("off", "prompt_lookup", "mtp", "drafter")
+MOST_TOKENS = 65_528  # of a step and its sequences on a GPU: tiles of both go along a grid's second dimension
+MOST_BLOCKS = 65_535  # of an indexer, of which kernels/select_blocks.py counts two kinds in one word
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -180,9 +185,8 @@ def resolve(settings: Settings, config: ModelConfig) -> Resolved:
     for name in ("run_ahead", "eager", "adaptive_drafts", "poison"):
         if not isinstance(getattr(settings, name), bool):
             problems.append(f"{name} must be True or False, got {getattr(settings, name)!r}")
-    if problems:
-        raise ValueError("settings that cannot be honoured:\n" + "\n".join(f"- {problem}" for problem in problems))
-    return Resolved(
+    _refuse(problems)
+    resolved = Resolved(
         device,
         dtype,
         settings.max_context or limit,
@@ -203,6 +207,53 @@ def resolve(settings: Settings, config: ModelConfig) -> Resolved:
         settings.prefix_cache_bytes,
         settings.poison,
     )
+    _refuse(_too_large(resolved, config))
+    return resolved
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        raise ValueError("settings that cannot be honoured:\n" + "\n".join(f"- {problem}" for problem in problems))
+
+
+def _too_large(settings: Resolved, config: ModelConfig) -> list[str]:
+    """Sizes past what the kernels of a step are made for."""
+    problems: list[str] = []
+    if config.vocab_size > MAX_VOCAB_SIZE:
+        problems.append(f"the model's vocab_size must be at most {MAX_VOCAB_SIZE}, got {config.vocab_size}")
+    if settings.device.type == "cpu":
+        return problems
+    tokens, sequences, context = settings.max_num_tokens, settings.max_num_sequences, settings.max_context
+    if tokens + sequences > MOST_TOKENS:
+        problems.append(
+            f"max_num_tokens and max_num_sequences together must be at most {MOST_TOKENS} on a GPU, "
+            f"got {tokens} + {sequences}"
+        )
+    if FULL not in config.layer_types:
+        return problems
+    most, heads = MOST_COUNTERS // config.num_key_value_heads, f"{config.num_key_value_heads} heads of keys"
+    if not isinstance(config, Qwen4ExpConfig) or config.indexer_budget >= context:
+        each = 1 + settings.max_draft
+        if sequences * each > most:
+            drafts = f" and num_draft {settings.num_draft}" if settings.max_draft else ""
+            problems.append(
+                f"max_num_sequences must be at most {most // each} on a GPU with the model's {heads}{drafts}, "
+                f"got {sequences}"
+            )
+        return problems
+    if tokens > most // 8 * 8:  # the largest bucket is a multiple of 8
+        problems.append(
+            f"max_num_tokens must be at most {most // 8 * 8} on a GPU with the model's {heads}, got {tokens}"
+        )
+    block = config.indexer_compress_ratio
+    page = page_size(block)
+    longest = MOST_BLOCKS // (page // block) * page
+    if context > longest:
+        problems.append(
+            f"max_context must be at most {longest} on a GPU with the model's indexer of blocks of {block} tokens, "
+            f"got {context}"
+        )
+    return problems
 
 
 def find_device(name: str, problems: list[str]) -> torch.device:
