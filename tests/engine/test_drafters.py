@@ -3,10 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from deltagram import LLM, SamplingParams
-from deltagram.engine.speculate import PROBE_AFTER, Gain, PromptLookup, StepCost
+from deltagram.engine.request import Request
+from deltagram.engine.speculate import PROBE_AFTER, Gain, PromptLookup, Speculation, StepCost
 from deltagram.testing.alone import CONTEXT, text_of
 from deltagram.testing.checkpoints import TINY_SHAPES, write_tiny_checkpoint
 
@@ -55,6 +58,25 @@ def test_the_front_door_takes_a_drafter(tmp_path: Path) -> None:
     assert llm.generate([1, 2, 3], params) == plain and llm.stats.drafted_tokens > 0
     with pytest.raises(ValueError, match="mtp"):
         LLM(folder, speculation="mtp", **options)
+
+
+def drafted(drafts: Any) -> tuple[int, ...]:
+    """What a request has of a drafter's answer, of a vocabulary of 100."""
+    request = Request(0, (1, 2), SamplingParams(), 0, 50, frozenset())
+    Speculation(3, False, lambda tokens, num_draft: drafts).propose(request, 1, 100)
+    return request.drafts
+
+
+def test_drafts_are_whatever_stands_for_integers() -> None:
+    for drafts in ([5, 6], np.array([5, 6], np.int16), [np.int64(5), np.uint8(6)], torch.tensor([5, 6])):
+        assert drafted(drafts) == (5, 6) and all(type(draft) is int for draft in drafted(drafts))
+    assert drafted(range(100)) == (0, 1, 2) and drafted(np.zeros(0, np.int64)) == ()
+    for wrong in (5.0, np.float32(5), True, np.True_, "5", None, -1, 100, np.int64(100), [5], np.zeros((1, 2), int)):
+        with pytest.raises(ValueError, match="drafts must be token ids from 0 to 99, got "):
+            drafted([4, wrong])
+    for answer in (5, None, iter([5]), np.int64(5)):
+        with pytest.raises(ValueError, match="a drafter must return a sequence of token ids, such as a list, got "):
+            drafted(answer)
 
 
 def test_settings_of_speculation_are_checked_together() -> None:

@@ -15,9 +15,11 @@ The first two need a request's last token on the host before its next step is pl
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from operator import index
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from deltagram.engine.request import Request
@@ -31,7 +33,8 @@ class Drafter(Protocol):
     """A user's own drafter."""
 
     def __call__(self, tokens: Sequence[int], num_draft: int, /) -> Sequence[int]:
-        """Up to `num_draft` token ids that may follow `tokens`, a request's prompt and output; none is fine."""
+        """Up to `num_draft` token ids that may follow `tokens`, a request's prompt and output; none is fine. They may
+        be what Python takes for integers (`__index__`), such as numpy's, and lie in an array."""
         ...
 
 
@@ -139,11 +142,9 @@ class Speculation:
         else:
             assert not isinstance(self.drafter, type)
             drafts = self.drafter(tuple(request.tokens), wanted)
-            if not isinstance(drafts, Sequence):  # an iterator would be spent by the check below
+            if not isinstance(drafts, Collection):  # an iterator may never end
                 raise ValueError(f"a drafter must return a sequence of token ids, such as a list, got {drafts!r:.200}")
-            for token in drafts:
-                if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-                    raise ValueError(f"drafts must be token ids from 0 to {vocab_size - 1}, got {token!r:.200}")
+            drafts = [_token(draft, vocab_size) for draft in drafts]
         request.drafts = _cut(tuple(drafts)[:wanted], request.end_token_ids)
 
     def learn(self, request: Request, drafted: int, added: int, sequences: int) -> None:
@@ -162,6 +163,16 @@ class Speculation:
     def follow(self, request: Request, sequences: int = 1) -> None:
         """Say whether the host is to see the request's last token before its next step is planned."""
         request.drafts_on_host = self.drafter is not None and self.num_wanted(request, sequences) > 0
+
+
+def _token(draft: Any, vocab_size: int) -> int:
+    token = -1
+    if not isinstance(draft, bool):
+        with suppress(TypeError):
+            token = index(draft)
+    if not 0 <= token < vocab_size:
+        raise ValueError(f"drafts must be token ids from 0 to {vocab_size - 1}, got {draft!r:.200}")
+    return token
 
 
 def _cut(drafts: tuple[int, ...], end_token_ids: frozenset[int]) -> tuple[int, ...]:
