@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deltagram import LLM
-from deltagram.kernels import _few_rows, _gates, _some_rows, hyper_mix
+from deltagram.kernels import _few_rows, _gates, _parts, _some_rows, hyper_mix
 from deltagram.kernels.moe import triton as experts
 from deltagram.models.base import Model
 from deltagram.step.plan import Bucket
@@ -19,7 +19,7 @@ CUDA = torch.device("cuda")
 GATES = (
     (_few_rows, "FEW_ROWS"),
     (_some_rows, "SOME_ROWS"),
-    (_some_rows, "ROWS_IN_PARTS"),
+    (_parts, "ROWS_IN_PARTS"),
     (hyper_mix, "FEW_HYPER_ROWS"),
     (experts, "FEW_EXPERT_ROWS"),
 )

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltagram.kernels._gates import FEW_ROWS, ROWS_IN_PARTS
+from deltagram.kernels._gates import FEW_ROWS, ROWS_IN_PARTS, SOME_ROWS
 from deltagram.kernels._norm import Norm
-from deltagram.kernels._some_rows import SOME_ROWS, gated_product, wide_gate
+from deltagram.kernels._some_rows import some_rows
 from deltagram.kernels.gated_mlp import gated_mlp
 from deltagram.kernels.linear import linear
 from deltagram.kernels.rms_norm import rms_norm
@@ -101,22 +101,36 @@ def test_company_does_not_change_bits(outputs: int, inputs: int) -> None:
         assert torch.equal(out[::2], every[::2]) and bool(out[1::2].isnan().all()), name
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), [(9216, 2560), (3584, 1024), (12288, 256), (333, 208), (40, 96)])
-def test_company_does_not_change_bits_of_a_gated_product_of_more_rows(outputs: int, inputs: int) -> None:
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES[:-1])
+def test_company_does_not_change_bits_of_some_rows(outputs: int, inputs: int) -> None:
     torch.manual_seed(0)
-    x, weight = random(SOME_ROWS, inputs), random(2 * outputs, inputs, std=inputs**-0.5)
-    if not wide_gate(x):
+    x, residual = random(SOME_ROWS, inputs), random(SOME_ROWS, outputs)
+    if not some_rows(x):
         pytest.skip("is for compute capability 9.0")
-    every = gated_product(x, weight)
-    for rows in (17, 33, 63):
-        assert torch.equal(gated_product(x[:rows], weight), every[:rows])
-        assert torch.equal(gated_product(x[-rows:], weight), every[-rows:])
-    x[1::2] = float("nan")
-    out = gated_product(x, weight)
-    assert torch.equal(out[::2], every[::2]) and bool(out[1::2].isnan().all())
+    for name, op in ops(outputs, inputs).items():
+        every = op(x, residual)
+        for rows in (17, 33, 63):
+            assert torch.equal(op(x[:rows], residual[:rows]), every[:rows]), (name, rows)
+            assert torch.equal(op(x[-rows:], residual[-rows:]), every[-rows:]), (name, rows)
+        mixed = x.clone()
+        mixed[1::2] = float("nan")
+        out = op(mixed, residual)
+        assert torch.equal(out[::2], every[::2]) and bool(out[1::2].isnan().all()), name
 
 
-def test_captured_is_eager_also_behind_work_of_another_stream() -> None:
+@pytest.mark.parametrize("rows", [33, SOME_ROWS])
+def test_a_weight_of_many_tiles_is_multiplied_as_exactly(rows: int) -> None:
+    """More tiles than there are programs: each takes one after the other."""
+    torch.manual_seed(0)
+    x, weight, residual = random(rows, 320), random(40_000, 320, std=0.05), random(rows, 40_000)
+    for onto in (None, residual):
+        exact = F.linear(x.double(), weight.double()) + (0 if onto is None else onto.double())
+        plain = linear(x, weight, None, onto, impl="reference")
+        assert_as_exact_as_plain(linear(x, weight, None, onto), plain, exact)
+
+
+@pytest.mark.parametrize("rows", [5, 48])
+def test_captured_is_eager_also_behind_work_of_another_stream(rows: int) -> None:
     """A chain of launches that overlap, one of them waiting for a slow neighbour."""
     torch.manual_seed(0)
     layers = [
@@ -124,7 +138,7 @@ def test_captured_is_eager_also_behind_work_of_another_stream() -> None:
         for _ in range(6)
     ]
     norm, slow, side = norm_of(1024), torch.randn(2048, 2048, device="cuda"), torch.cuda.Stream()
-    x = random(5, 1024)
+    x = random(rows, 1024)
 
     def run() -> Tensor:
         y = x * 1

@@ -10,13 +10,19 @@ try:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia import hopper as warpgroups
     from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+    from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     GLUON_ERROR = None
 except ImportError as error:
-    gluon_jit, gl, async_copy, mma_v2, warpgroups = jit, None, None, None, None
+    gluon_jit, gl, async_copy, mma_v2, mbarrier, tma, warpgroups = jit, None, None, None, None, None, None
+    TensorDescriptor = None
     GLUON_ERROR = error
 
-__all__ = ["async_copy", "check", "gl", "gluon_jit", "mma_v2", "wait_then_launch", "warpgroups"]
+__all__ = [
+    "TensorDescriptor", "async_copy", "check", "gl", "gluon_jit", "launch_dependents", "mbarrier", "mma_v2", "tma",
+    "wait", "wait_then_launch", "warpgroups",
+]  # fmt: skip
 
 
 def check() -> None:
@@ -28,9 +34,20 @@ def check() -> None:
 
 
 @gluon_jit
-def wait_then_launch():  # type: ignore[no-untyped-def]
-    """See `dependent_launch`. The next kernel is let in once the one before has ended, and not earlier: until then it
-    would only take room."""
+def wait():  # type: ignore[no-untyped-def]
+    """See `dependent_launch`."""
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon_jit
+def launch_dependents():  # type: ignore[no-untyped-def]
+    """Let the next kernel in: one program after the other, as they find room."""
     asm: gl.constexpr = "griddepcontrol.launch_dependents; // $0"
     gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon_jit
+def wait_then_launch():  # type: ignore[no-untyped-def]
+    """The next kernel is let in once the one before has ended, and not earlier: until then it would only take room."""
+    wait()
+    launch_dependents()

@@ -1,210 +1,291 @@
-"""Products of more rows than _few_rows.py takes: up to ROWS_IN_PARTS the library's product of a weight with few outputs
-in parts, and up to SOME_ROWS a gated product of our own.
+"""Products of some tens of rows with a weight, on compute capability 9.0.
 
-    y = residual + x W^T
-    y = silu(gate) * up,  gate | up = x W^T        W holds gate's outputs, then up's
+    y = residual + x W^T                           residual: where given
+    y = silu(gate) * up,  gate | up = x W^T        gated: W holds gate's outputs, then up's
 
-With few outputs the library sums parts of the inputs too, but first copies the residual, and adds up in two launches
-more; here one launch adds fp32 parts, in order, to the residual. The gated product has the weight's rows as the tensor
-cores' first operand, so that 64 rows of x are enough for a second, and what is said in _few_rows.py of rings and of
-tiles holds here too; the extra outputs go through the tensor cores' older instructions, which take 8 at a time. It is
-for compute capability 9.0.
+As in _few_rows.py the weight's bytes decide the time, and programs read about as much of it each. Here the copies are
+the memory accelerator's, which one warp asks for, and the tensor cores read both operands where these have landed: 64
+rows of x, padding included, by a tile of outputs. A step's x comes behind its part of the weight and from as far ahead:
+the accelerator answers in order, so that x asked for late would wait for weights asked for early.
 
-Shapes: x [T, K] (rows may be strided), weight [N, K] contiguous, residual [T, N] (rows may be strided). Returns [T, N],
-or [T, N / 2] if gated, in x's dtype; sums in fp32, rounded once. K is a multiple of 16;
-for parts, of 64.
+With few outputs a program's x would be more than its weight. There the inputs are cut into PARTS, each a program, and
+one launch more adds them, in order, to the residual.
+
+A row's bits depend on the weight's shape alone.
+
+Shapes: x [T, K] (rows may be strided), weight [N, K] contiguous, residual [T, N] (rows may be strided), K a multiple of
+16. Returns [T, N], or [T, N / 2] if gated, in x's dtype; sums in fp32, rounded once.
 """
 
 # mypy: disable-error-code="assignment,misc"
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from deltagram.kernels._few_rows import MULTIPROCESSORS, aligned, busiest
-from deltagram.kernels._gates import FEW_ROWS, ROWS_IN_PARTS, SOME_ROWS
-from deltagram.kernels._gluon import async_copy, check, gl, gluon_jit, mma_v2, wait_then_launch, warpgroups
-from deltagram.kernels._triton import Build, dependent_launch, jit, tl
-
-
-def _between(x: Tensor, most: int) -> bool:
-    """Whether a product with x's rows [T, K], up to `most`, may be one for this file."""
-    return FEW_ROWS < len(x) <= most and x.dtype in (torch.bfloat16, torch.float16) and x.shape[1] % 16 == 0
-
-
-@jit(do_not_specialize=["rows"])
-def _add_kernel(  # type: ignore[no-untyped-def]
-    partial,  # fp32 [PARTS, rows, outputs]
-    residual,
-    out,
-    rows,
-    outputs,
-    stride,
-    PARTS: tl.constexpr,
-    BN: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BN + tl.arange(0, BN)
-    y = tl.load(residual + row * stride + n, mask=n < outputs, other=0).to(tl.float32)
-    for part in tl.static_range(PARTS):
-        y += tl.load(partial + (part * rows + row) * outputs + n, mask=n < outputs, other=0)
-    tl.store(out + row * outputs + n, y.to(out.dtype.element_ty), mask=n < outputs)
-
-
-PARTS = 4
-_ADD = {"PARTS": PARTS, "BN": 512}
-
-
-def library_product(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
-    """The library's, in parts where that is faster: if 64 outputs each leave half of the multiprocessors idle."""
-    if residual is None:
-        return F.linear(x, weight)
-    few = weight.shape[0] <= 64 * MULTIPROCESSORS // 2 and weight.shape[1] % (16 * PARTS) == 0
-    if few and _between(x, ROWS_IN_PARTS):
-        return _in_parts(x, weight, residual)
-    return torch.addmm(residual, x, weight.t())
-
-
-def _in_parts(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
-    (rows, inputs), outputs = x.shape, len(weight)
-    ours = x.unflatten(1, (PARTS, inputs // PARTS)).transpose(0, 1)
-    theirs = weight.view(outputs, PARTS, inputs // PARTS).permute(1, 2, 0)
-    partial = torch.bmm(ours, theirs, out_dtype=torch.float32)  # [PARTS, T, N]
-    assert partial.is_contiguous() and residual.stride(1) == 1
-    out, pdl = x.new_empty(rows, outputs), dependent_launch(x)
-    _add_kernel[(rows, -(-outputs // _ADD["BN"]))](
-        partial, residual, out, rows, outputs, residual.stride(0), **_ADD, PDL=pdl, num_warps=2, launch_pdl=pdl
-    )
-    return out
+from deltagram.kernels._few_rows import MULTIPROCESSORS, aligned
+from deltagram.kernels._gates import FEW_ROWS, SOME_ROWS
+from deltagram.kernels._gluon import (
+    TensorDescriptor,
+    check,
+    gl,
+    gluon_jit,
+    launch_dependents,
+    mbarrier,
+    tma,
+    wait,
+    warpgroups,
+)
+from deltagram.kernels._parts import add_parts
+from deltagram.kernels._triton import Build
 
 
 @gluon_jit
-def _fetch(rings, slot, lines, at, known):  # type: ignore[no-untyped-def]
-    """Start copying tiles [lines, inputs] of the inputs `at`."""
-    for i in gl.static_range(len(rings)):
-        async_copy.async_copy_global_to_shared(rings[i].index(slot), lines[i][:, None] + at[None, :], mask=known)
+def _place(step, steps, PARTS):  # type: ignore[no-untyped-def]
+    """The tile of a program's step, its part, and its place along the inputs."""
+    job = gl.program_id(0) + step // steps * gl.num_programs(0)
+    return job // PARTS, job % PARTS, job % PARTS * steps + step % steps
 
 
 @gluon_jit
-def _store(gate, up, first, out, outputs, rows, layout):  # type: ignore[no-untyped-def]
-    y = gl.convert_layout(gate / (1 + gl.exp(-gate)) * up, layout)
-    n = first + gl.arange(0, y.shape[0], gl.SliceLayout(1, layout))[:, None]
-    m = gl.arange(0, y.shape[1], gl.SliceLayout(0, layout))[None, :]
-    gl.store(out + m.to(gl.int64) * outputs + n, y.to(out.dtype.element_ty), mask=(n < outputs) & (m < rows))
+def _ask(weight, more, rings, ready, step, steps, outputs, PIECES, BM, BN, EX, BK, PARTS, STAGES):  # type: ignore[no-untyped-def]
+    """Ask for a step's part of the weight, in one piece or in gate's and up's; x is expected with it."""
+    tile, _, at = _place(step, steps, PARTS)
+    slot, n = step % STAGES, tile * (BN + EX)
+    bar = ready.index(slot)
+    mbarrier.expect(bar, ((BN + EX) * PIECES + BM) * BK * 2)
+    for j in gl.static_range(PIECES):
+        to = rings[0].index(slot).slice(j * BN, BN)
+        tma.async_copy_global_to_shared(weight, [n + j * outputs, at * BK], bar, to)
+        if EX > 0:
+            to_extra = rings[1].index(slot).slice(j * EX, EX)
+            tma.async_copy_global_to_shared(more, [n + BN + j * outputs, at * BK], bar, to_extra)
 
 
-@gluon_jit(do_not_specialize=["rows"])
-def _gated_kernel(  # type: ignore[no-untyped-def]
+@gluon_jit
+def _ask_x(x, x_ring, ready, step, steps, BK, PARTS, STAGES):  # type: ignore[no-untyped-def]
+    _, _, at = _place(step, steps, PARTS)
+    tma.async_copy_global_to_shared(x, [0, at * BK], ready.index(step % STAGES), x_ring.index(step % STAGES))
+
+
+@gluon_jit
+def _load(  # type: ignore[no-untyped-def]
     x,
     weight,
-    out,
-    rows,
+    more,
+    rings,
+    x_ring,
+    ready,
+    free,
     outputs,
-    K,
-    x_stride,
+    steps,
+    mine,
+    PIECES: gl.constexpr,
     BM: gl.constexpr,
     BN: gl.constexpr,
     EX: gl.constexpr,
     BK: gl.constexpr,
+    PARTS: gl.constexpr,
     STAGES: gl.constexpr,
-    WARPS: gl.constexpr,
-    PDL: gl.constexpr,
 ):
-    copy: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BK, BK // 8], [WARPS, 1], [1, 0])
-    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    wide: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BM, 16])
-    slim: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, WARPS], instr_shape=[16, 8])
-    write: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, WARPS], [0, 1])
-    row: gl.constexpr = gl.SliceLayout(1, copy)
-    kind: gl.constexpr = weight.dtype.element_ty
-    first = gl.program_id(0) * (BN + EX)
-    k = gl.arange(0, BK, gl.SliceLayout(0, copy))
+    for step in range(gl.minimum(mine, STAGES)):
+        _ask(weight, more, rings, ready, step, steps, outputs, PIECES, BM, BN, EX, BK, PARTS, STAGES)
+    wait()
+    for step in range(gl.minimum(mine, STAGES)):
+        _ask_x(x, x_ring, ready, step, steps, BK, PARTS, STAGES)
+    for step in range(STAGES, mine):
+        mbarrier.wait(free.index(step % STAGES), (step // STAGES - 1) & 1)
+        _ask(weight, more, rings, ready, step, steps, outputs, PIECES, BM, BN, EX, BK, PARTS, STAGES)
+        _ask_x(x, x_ring, ready, step, steps, BK, PARTS, STAGES)
+    launch_dependents()  # only now: what the next kernel asks for early shall not come before what this one needs
 
-    lines = ()  # gate's, up's, and those of the extra outputs
-    rings = ()
-    for j in gl.static_range(4 if EX > 0 else 2):
-        n = first + j // 2 * BN + gl.arange(0, EX if j >= 2 else BN, row)
-        # Past the last output: read one that is there, and drop it.
-        lines = lines + (weight + (gl.minimum(n, outputs - 1).to(gl.int64) + j % 2 * outputs) * K,)
-        rings = rings + (gl.allocate_shared_memory(kind, [STAGES, n.shape[0], BK], shared),)
-    for s in gl.static_range(STAGES - 1):
-        _fetch(rings, s, lines, k + s * BK, (k + s * BK < K)[None, :])
-    async_copy.commit_group()
 
-    if PDL:
-        wait_then_launch()
-    m = gl.arange(0, BM, row)
-    real = (m < rows)[:, None]
-    x_lines = (x + m.to(gl.int64) * x_stride,)
-    x_rings = (gl.allocate_shared_memory(kind, [STAGES, BM, BK], shared),)
-    for s in gl.static_range(STAGES - 1):
-        _fetch(x_rings, s, x_lines, k + s * BK, real & (k + s * BK < K)[None, :])
-        async_copy.commit_group()
+@gluon_jit
+def _store(sums, residual, out, first, part, rows, outputs, stride, PIECES, ADDS, BM, BN):  # type: ignore[no-untyped-def]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    n = first + gl.arange(0, BN, gl.SliceLayout(0, layout))[None, :]
+    m = gl.arange(0, BM, gl.SliceLayout(1, layout))[:, None]
+    known = (n < outputs) & (m < rows)
+    if PIECES == 2:
+        gate, up = sums.reshape([BM, 2, BN]).permute((0, 2, 1)).split()
+        y = gl.convert_layout(gate / (1 + gl.exp(-gate)) * up, layout)
+    else:
+        y = sums
+    if ADDS:
+        y += gl.load(residual + m.to(gl.int64) * stride + n, mask=known, other=0).to(gl.float32)
+    gl.store(out + (part * rows + m).to(gl.int64) * outputs + n, y.to(out.dtype.element_ty), mask=known)
 
-    gate = gl.zeros([BN, BM], gl.float32, wide)
-    up = gate
-    if EX > 0:
-        gate_ex = gl.zeros([EX, BM], gl.float32, slim)
-        up_ex = gate_ex
-    for i in range(gl.cdiv(K, BK)):
-        slot = i % STAGES
-        async_copy.wait_group(STAGES - 2)
-        warpgroups.fence_async_shared()
-        value = x_rings[0].index(slot).permute((1, 0))
-        gate_sum = warpgroups.warpgroup_mma(rings[0].index(slot), value, gate, is_async=True)
-        up_sum = warpgroups.warpgroup_mma(rings[1].index(slot), value, up, is_async=True)
+
+@gluon_jit
+def _multiply(  # type: ignore[no-untyped-def]
+    residual,
+    out,
+    rings,
+    x_ring,
+    ready,
+    free,
+    rows,
+    outputs,
+    stride,
+    steps,
+    mine,
+    PIECES: gl.constexpr,
+    ADDS: gl.constexpr,
+    BM: gl.constexpr,
+    BN: gl.constexpr,
+    EX: gl.constexpr,
+    PARTS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN * PIECES, 16])
+    narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, max(EX, 8) * PIECES, 16])
+    wait()
+    for begin in range(0, mine, steps):
+        sums = gl.zeros([BM, BN * PIECES], gl.float32, layout)
+        extra = gl.zeros([BM, max(EX, 8) * PIECES], gl.float32, narrow)
+        for step in range(begin, begin + steps):
+            slot = step % STAGES
+            mbarrier.wait(ready.index(slot), step // STAGES & 1)
+            value = x_ring.index(slot)
+            sums = warpgroups.warpgroup_mma(value, rings[0].index(slot).permute((1, 0)), sums, is_async=True)
+            if EX > 0:
+                extra = warpgroups.warpgroup_mma(value, rings[1].index(slot).permute((1, 0)), extra, is_async=True)
+                sums, extra = warpgroups.warpgroup_mma_wait(2, deps=(sums, extra))
+            else:
+                sums = warpgroups.warpgroup_mma_wait(1, deps=(sums,))
+            # The step before has been multiplied.
+            mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=step > 0)
+        sums, extra = warpgroups.warpgroup_mma_wait(0, deps=(sums, extra))
+        tile, part, _ = _place(begin, steps, PARTS)
+        first = tile * (BN + EX)
+        _store(sums, residual, out, first, part, rows, outputs, stride, PIECES, ADDS, BM, BN)
         if EX > 0:
-            right = value.load(gl.DotOperandLayout(1, slim, 2))
-            gate_ex = mma_v2(rings[2].index(slot).load(gl.DotOperandLayout(0, slim, 2)), right, gate_ex)
-            up_ex = mma_v2(rings[3].index(slot).load(gl.DotOperandLayout(0, slim, 2)), right, up_ex)
-        gate, up = warpgroups.warpgroup_mma_wait(0, deps=(gate_sum, up_sum))
-        ahead = i + STAGES - 1
-        known = (k + ahead * BK < K)[None, :]
-        _fetch(rings, ahead % STAGES, lines, k + ahead * BK, known)
-        _fetch(x_rings, ahead % STAGES, x_lines, k + ahead * BK, real & known)
-        async_copy.commit_group()
-    async_copy.wait_group(0)  # copies past the end write zeros, where the store's layouts are about to change
-    _store(gate, up, first, out, outputs, rows, write)
+            _store(extra, residual, out, first + BN, part, rows, outputs, stride, PIECES, ADDS, BM, EX)
+
+
+@gluon_jit(do_not_specialize=["rows"])
+def _kernel(  # type: ignore[no-untyped-def]
+    x,  # [BM, BK] of [T, K]
+    weight,  # [BN, BK] of [N, K]
+    more,  # [EX, BK] of it: a tile's further outputs
+    residual,
+    out,
+    rows,
+    outputs,
+    stride,  # the residual's
+    steps,  # BK inputs each, that a program takes of a tile of outputs
+    jobs,  # tiles times PARTS
+    PIECES: gl.constexpr,  # 2 if gated
+    ADDS: gl.constexpr,  # the residual
+    BM: gl.constexpr,
+    BN: gl.constexpr,
+    EX: gl.constexpr,
+    BK: gl.constexpr,
+    PARTS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    rings = (gl.allocate_shared_memory(weight.dtype, [STAGES, BN * PIECES, BK], weight.layout),)
     if EX > 0:
-        _store(gate_ex, up_ex, first + BN, out, outputs, rows, slim)
+        rings = rings + (gl.allocate_shared_memory(weight.dtype, [STAGES, EX * PIECES, BK], more.layout),)
+    x_ring = gl.allocate_shared_memory(x.dtype, [STAGES, BM, BK], x.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(ready.index(s), count=1)
+        mbarrier.init(free.index(s), count=1)
+    warpgroups.fence_async_shared()
+    mine = gl.cdiv(jobs - gl.program_id(0), gl.num_programs(0)) * steps
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
+                (
+                    residual, out, rings, x_ring, ready, free, rows, outputs, stride, steps, mine,
+                    PIECES, ADDS, BM, BN, EX, PARTS, STAGES,
+                ),
+            ),
+            (
+                _load,
+                (
+                    x, weight, more, rings, x_ring, ready, free, outputs, steps, mine,
+                    PIECES, BM, BN, EX, BK, PARTS, STAGES,
+                ),
+            ),
+        ],
+        [1],
+        [40],
+    )  # fmt: skip
 
 
-_TILE = {"BM": SOME_ROWS, "BN": 64, "BK": 128, "STAGES": 3, "WARPS": 4}
+PARTS = 4
+_INPUTS = 64  # of a step: 128 bytes, the widest that the tensor cores read without conflicts
+_ROOM = 214_000  # bytes of shared memory for rings
+_TILES = ((64, 0), (64, 8), (64, 16), (64, 32), (32, 0), (32, 8), (32, 16), (16, 0), (16, 8))
+# Registers are left for the kernels around it to be in place. One warp more asks for copies.
+_OPTIONS = {"num_warps": 4, "maxnreg": 128}
 
 
-def _extra(outputs: int) -> int:
-    return min((0, 8, 16, 32), key=lambda extra: busiest(outputs, _TILE["BN"] + extra))
+def _constants(outputs: int, inputs: int, gated: bool, adds: bool) -> dict[str, int | bool]:
+    """The tile whose busiest multiprocessor has least to read: by the weight's shape alone, since parts decide the
+    order of sums."""
+    pieces = 2 if gated else 1
+    parts = PARTS if not gated and outputs <= 32 * MULTIPROCESSORS and inputs >= 4 * PARTS * _INPUTS else 1
+
+    def busiest(tile: tuple[int, int]) -> int:
+        return -(-_jobs(outputs, tile, parts) // MULTIPROCESSORS) * (sum(tile) * pieces + SOME_ROWS)
+
+    width, extra = min(_TILES, key=busiest)
+    stages = _ROOM // (((width + extra) * pieces + SOME_ROWS) * _INPUTS * 2)
+    sizes = {"BM": SOME_ROWS, "BN": width, "EX": extra, "BK": _INPUTS, "PARTS": parts, "STAGES": stages}
+    return {"PIECES": pieces, "ADDS": adds and parts == 1, **sizes}
 
 
-def wide_gate(x: Tensor) -> bool:
-    """Whether a gated product with x's rows [T, K] is `gated_product`."""
-    return _between(x, SOME_ROWS) and torch.cuda.get_device_capability(x.device)[0] == 9
+def _jobs(outputs: int, tile: tuple[int, int], parts: int) -> int:
+    return -(-outputs // sum(tile)) * parts
 
 
-def gated_product(x: Tensor, weight: Tensor) -> Tensor:
+def some_rows(x: Tensor) -> bool:
+    """Whether a product with x's rows [T, K] is one for this file."""
+    takes = FEW_ROWS < len(x) <= SOME_ROWS and x.dtype in (torch.bfloat16, torch.float16) and x.shape[1] % 16 == 0
+    return takes and torch.cuda.get_device_capability(x.device)[0] == 9
+
+
+def product(x: Tensor, weight: Tensor, residual: Tensor | None = None, gated: bool = False) -> Tensor:
     """See the file's docstring."""
     check()
     x, x_stride = aligned(x)
-    (rows, inputs), outputs = x.shape, len(weight) // 2
-    assert weight.is_contiguous()
-    extra, out = _extra(outputs), x.new_empty(rows, outputs)
-    _gated_kernel[(-(-outputs // (_TILE["BN"] + extra)),)](
-        x, weight, out, rows, outputs, inputs, x_stride, **_TILE, EX=extra, PDL=True, num_warps=4, launch_pdl=True
-    )
-    return out
+    (rows, inputs), outputs = x.shape, len(weight) // 2 if gated else len(weight)
+    assert weight.is_contiguous() and (residual is None or residual.stride(1) == 1)
+    sizes = _constants(outputs, inputs, gated, residual is not None)
+    width, extra, parts = sizes["BN"], sizes["EX"], sizes["PARTS"]
+    out = x.new_empty(rows, outputs) if parts == 1 else x.new_empty(parts, rows, outputs, dtype=torch.float32)
+    jobs, adds = _jobs(outputs, (width, extra), parts), residual if sizes["ADDS"] else None
+    _kernel[(min(jobs, MULTIPROCESSORS),)](
+        _described(x, x_stride, SOME_ROWS), _described(weight, inputs, width), _described(weight, inputs, extra or 8),
+        out if adds is None else adds, out, rows, outputs, 0 if adds is None else adds.stride(0),
+        -(-inputs // (_INPUTS * parts)), jobs, **sizes, **_OPTIONS, launch_pdl=True,
+    )  # fmt: skip
+    return out if parts == 1 else add_parts(out, residual, x.dtype)
 
 
-def gated_builds() -> list[Build]:
-    types = dict.fromkeys(("x", "weight", "out"), "*bf16")
-    types |= dict.fromkeys(("rows", "outputs", "K", "x_stride"), "i32")
-    return [Build(_gated_kernel, types, _TILE | {"EX": _extra(outputs)}, only=90) for outputs in (9216, 3584)]
+def _described(matrix: Tensor, stride: int, rows: int) -> TensorDescriptor:
+    """Pieces [rows, _INPUTS] of `matrix`; what is outside of it reads as zeros."""
+    return TensorDescriptor(matrix, list(matrix.shape), [stride, 1], [rows, _INPUTS], _layout())
 
 
-def builds_in_parts() -> list[Build]:
-    types = {"partial": "*fp32", "residual": "*bf16", "out": "*bf16", "rows": "i32", "outputs": "i32", "stride": "i32"}
-    return [Build(_add_kernel, types, _ADD, {"num_warps": 2})]
+def _layout() -> Any:
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+
+def product_builds(gated: bool) -> list[Build]:
+    builds = []
+    for outputs, inputs in ((9216, 2560), (3584, 1024)) if gated else ((12352, 2560), (2560, 9216), (8224, 1024)):
+        sizes = _constants(outputs, inputs, gated, adds=True)
+        rows = {"x": SOME_ROWS, "weight": sizes["BN"], "more": sizes["EX"] or 8}
+        types = {name: f"tensordesc<bf16[{count}, {_INPUTS}],{_layout()!r}>" for name, count in rows.items()}
+        types |= {"residual": "*bf16", "out": "*bf16" if sizes["PARTS"] == 1 else "*fp32"}
+        types |= dict.fromkeys(("rows", "outputs", "stride", "steps", "jobs"), "i32")
+        builds.append(Build(_kernel, types, sizes, _OPTIONS, only=90))
+    return builds

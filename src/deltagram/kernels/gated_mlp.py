@@ -11,10 +11,12 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltagram.kernels._few_rows import few_rows, product, product_builds
+from deltagram.kernels import _few_rows, _some_rows
+from deltagram.kernels._few_rows import few_rows
 from deltagram.kernels._norm import Norm, compiled_norm, fused_norm, plain_norm
 from deltagram.kernels._packed import Matrix, Packed, dense
-from deltagram.kernels._some_rows import gated_builds, gated_product, library_product, wide_gate
+from deltagram.kernels._parts import library_product
+from deltagram.kernels._some_rows import some_rows
 from deltagram.kernels._triton import Build, Impl, choose, dependent_launch, jit, on_cpu, tl
 
 
@@ -90,11 +92,13 @@ def _launch(
 ) -> Tensor:
     first, second = dense(gate_up, x), dense(down, x)
     if few_rows(x):
-        y = product(x, first, norm, gated=True)
+        y = _few_rows.product(x, first, norm, gated=True)
     else:
         x = x if norm is None else fused_norm(x, *norm)
-        y = gated_product(x, first) if wide_gate(x) else _gate(F.linear(x, first))
-    return product(y, second, residual=residual) if few_rows(y) else library_product(y, second, residual)
+        y = _some_rows.product(x, first, gated=True) if some_rows(x) else _gate(F.linear(x, first))
+    if few_rows(y):
+        return _few_rows.product(y, second, residual=residual)
+    return _some_rows.product(y, second, residual) if some_rows(y) else library_product(y, second, residual)
 
 
 def ahead_of_time() -> list[Build]:
@@ -102,4 +106,4 @@ def ahead_of_time() -> list[Build]:
         Build(_kernel, {"gate_up": dtype, "out": dtype, "rows": "i32", "size": "i32"}, dict(_TILE))
         for dtype in ("*bf16", "*fp32")
     ]
-    return plain + product_builds(gated=True) + gated_builds()
+    return plain + _few_rows.product_builds(gated=True) + _some_rows.product_builds(gated=True)

@@ -6,9 +6,9 @@ On a CPU, a packed weight's product has bits that do not depend on the number of
 inputs in order, whatever rows are beside a row, and reads bf16 weights as they are: a model trained in bf16 that
 computes in fp32 moves half the bytes a product in fp32 would.
 
-On a GPU, up to FEW_ROWS rows are a launch of the kernel in _few_rows.py, whose bits do not depend on the other rows;
-more, fp32, and inputs that are no multiple of 16, are the library's product, which _some_rows.py asks for. A norm is a
-launch before either.
+On a GPU, up to FEW_ROWS rows are a launch of the kernel in _few_rows.py, and more, up to SOME_ROWS, of that in
+_some_rows.py if it has compute capability 9.0. Their bits do not depend on the other rows. Still more, fp32, and inputs
+that are no multiple of 16, are the library's product, which _parts.py asks for. A norm is a launch before any.
 
 Shapes: x [T, inputs] (rows may be strided), weight [outputs, inputs], a Packed (see _packed.py) or a tensor of x's
 dtype, norm (scale fp32 [inputs], eps), residual [T, outputs]. Returns [T, outputs] in x's dtype, whose rows may be
@@ -20,10 +20,12 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltagram.kernels._few_rows import few_rows, product, product_builds
+from deltagram.kernels import _few_rows, _some_rows
+from deltagram.kernels._few_rows import few_rows
 from deltagram.kernels._norm import Norm, compiled_norm, fused_norm, plain_norm
 from deltagram.kernels._packed import Matrix, Packed, dense
-from deltagram.kernels._some_rows import builds_in_parts, library_product
+from deltagram.kernels._parts import library_product, parts_builds
+from deltagram.kernels._some_rows import some_rows
 from deltagram.kernels._triton import Build, Impl, choose, on_cpu
 
 
@@ -51,10 +53,12 @@ _compiled_product = on_cpu("linear")
 def _launch(x: Tensor, weight: Matrix, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
     matrix = dense(weight, x)
     if few_rows(x):
-        return product(x, matrix, norm, residual)
+        return _few_rows.product(x, matrix, norm, residual)
     x = x if norm is None else fused_norm(x, *norm)
+    if some_rows(x):
+        return _some_rows.product(x, matrix, residual)
     return library_product(x, matrix, residual)
 
 
 def ahead_of_time() -> list[Build]:
-    return product_builds(gated=False) + builds_in_parts()
+    return _few_rows.product_builds(gated=False) + _some_rows.product_builds(gated=False) + parts_builds()
