@@ -152,6 +152,18 @@ def test_a_large_batch_has_the_bits_of_each_alone(new: int) -> None:
     assert all(same_bits(pool, expected) for pool, expected in zip(steps.pools(), after, strict=True))
 
 
+def test_a_step_may_have_more_sequences_times_heads_than_65535() -> None:
+    """Which is where all dimensions of a grid but the first end."""
+    many = 1030
+    steps = make(many, 0, CoreShape(1, 64, 16, 16))
+    streams = [steps.stream(4, slot) for slot in range(many)]
+    last = alike(streams[-1], 0)
+    alone = [steps.step([Part(last, PREFILL, 3)])[0], steps.step([Part(last, DECODE)])[0]]
+    company = [steps.step([Part(stream, PREFILL, 3) for stream in streams])[-1]]
+    company.append(steps.step([Part(stream, DECODE) for stream in streams])[-1])
+    assert all(same_bits(a, b) for a, b in zip(alone, company, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_prompt_split_at_multiples_of_64_is_whole(dtype: torch.dtype) -> None:
     steps = make(dtype=dtype)

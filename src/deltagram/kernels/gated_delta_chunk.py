@@ -209,10 +209,10 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
     BV: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    n = tl.program_id(1) // HV
+    n = tl.program_id(2)
     if tl.load(kind + n) != 2:
         return
-    hv = tl.program_id(1) % HV
+    hv = tl.program_id(1)
     h = hv // (HV // H)
     i = tl.arange(0, 64)
     key = tl.arange(0, BK)
@@ -272,10 +272,10 @@ def _token_kernel(  # type: ignore[no-untyped-def]
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
-    n = tl.program_id(1) // HV
+    n = tl.program_id(2)
     if tl.load(kind + n) != 2:
         return
-    hv = tl.program_id(1) % HV
+    hv = tl.program_id(1)
     h = hv // (HV // H)
     key = tl.arange(0, BK)
     value = tl.program_id(0) * BV + tl.arange(0, BV)
@@ -325,10 +325,10 @@ def _launch(
     assert q.stride()[1:] == k.stride()[1:] == (key_dim, 1) and v.stride()[1:] == (value_dim, 1)
     shape = {"H": heads, "HV": value_heads, "K": key_dim}
     strides = q.stride(0), k.stride(0), v.stride(0)
-    programs = len(kind) * value_heads
+    programs = value_heads, len(kind)
     if _token_by_token(q.dtype, key_dim):
         tiles = _token_tiles(key_dim, value_dim)
-        _token_kernel[-(-value_dim // tiles["BV"]), programs](
+        _token_kernel[-(-value_dim // tiles["BV"]), *programs](
             q, k, v, g, beta, state, kind, cu_tokens, start, slot, out, *strides,
             **shape, V=value_dim, **tiles, num_warps=1,
         )  # fmt: skip
@@ -339,7 +339,7 @@ def _launch(
     _chunk_kernel[len(chunks), value_heads](
         q, k, g, beta, chunks, cu_tokens, decays, solved, mixed, *strides[:2], **shape, BK=columns, num_warps=4
     )
-    _walk_kernel[-(-value_dim // _BV), programs](
+    _walk_kernel[-(-value_dim // _BV), *programs](
         q, k, v, decays, solved, mixed, state, kind, cu_tokens, start, slot, out, *strides,
         **shape, V=value_dim, BK=columns, BV=_BV, STAGES=_STAGES, num_warps=4,
     )  # fmt: skip

@@ -276,7 +276,7 @@ def _kernel(  # type: ignore[no-untyped-def]
 ):
     """What earlier steps left is read before this step's projections have ended: the state, past inputs, and accepted
     drafts, which are taken at once."""
-    n = tl.program_id(1) // HV
+    n = tl.program_id(2)
     if tl.load(kind + n) > 1:
         if PDL:
             if n == 0:  # one program has to: see dependent_launch
@@ -287,7 +287,7 @@ def _kernel(  # type: ignore[no-untyped-def]
             tl.extra.cuda.gdc_launch_dependents()
     C: tl.constexpr = 2 * H * K + HV * V
     BP: tl.constexpr = BK // PARTS
-    hv = tl.program_id(1) % HV
+    hv = tl.program_id(1)
     h = hv // (HV // H)
     key = tl.arange(0, BK)
     part = tl.arange(0, BP)
@@ -399,7 +399,7 @@ def _launch(
     length = drafts[0].shape[1] if drafts is not None else 0
     rings = drafts if drafts is not None else (None, None, None)
     sizes = _sizes(num_key_heads, state, conv_weight.shape[1], ring.shape[1], length, len(kind))
-    grid = (-(-sizes["V"] // sizes["BV"]), len(kind) * sizes["HV"])
+    grid = (-(-sizes["V"] // sizes["BV"]), sizes["HV"], len(kind))
     pdl = dependent_launch(qkv)
     _kernel[grid](
         qkv, a, b, conv_weight, A_log, dt_bias, ring, state, kind, cu_tokens, start, pending, slot, out, *rings,

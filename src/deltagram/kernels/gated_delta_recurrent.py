@@ -157,10 +157,10 @@ def _kernel(  # type: ignore[no-untyped-def]
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
-    n = tl.program_id(1) // HV
+    n = tl.program_id(2)
     if tl.load(kind + n) > 1:
         return
-    hv = tl.program_id(1) % HV
+    hv = tl.program_id(1)
     h = hv // (HV // H)
     line = tl.load(slot + n).to(tl.int64)
     begin = tl.load(cu_tokens + n).to(tl.int64)
@@ -245,7 +245,7 @@ def _launch(
     length = rings[0].shape[1] if rings is not None else 0
     k_ring, v_ring, gate_ring = rings if rings is not None else (k, v, g)
     tiles = _tiles(key_dim, value_dim)
-    grid = (-(-value_dim // tiles["BV"]), len(kind) * value_heads)
+    grid = (-(-value_dim // tiles["BV"]), value_heads, len(kind))
     _kernel[grid](
         q, k, v, g, beta, state, kind, cu_tokens, start, pending, slot, out, k_ring, v_ring, gate_ring,
         q.stride(0), k.stride(0), v.stride(0), H=heads, HV=value_heads, K=key_dim, V=value_dim, R=length, **tiles,
