@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from deltagram.kernels.sample_tokens import Requests, Scratch, pick_from_all
+from deltagram.kernels.sample_tokens import Requests, Scratch, pick_from_all, triton
 from deltagram.testing.interpreter import take_one_element_as_index
-from deltagram.testing.sampling import check
+from deltagram.testing.sampling import check, check_last_of_many
 
 take_one_element_as_index()
 
@@ -26,3 +26,5 @@ if __name__ == "__main__":
     assert check(130, torch.float32, range(6), cpu, cpu) > 3
     drawn = check(4300, torch.float32, range(3), cpu, cpu)  # more likely tokens than a block keeps aside
     assert drawn > 3 and unsettled > 5, (drawn, unsettled)
+    triton.PROGRAMS = 7  # so that a program takes several blocks
+    check_last_of_many(130, 130, cpu, cpu)

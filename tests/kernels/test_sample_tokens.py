@@ -13,7 +13,7 @@ from deltagram import SamplingParams
 from deltagram.engine.request_table import RequestTable
 from deltagram.engine.sampler import SampleRow, SamplingTensors, sample
 from deltagram.kernels.sample_tokens import Scratch, sample_tokens
-from deltagram.testing.sampling import CONTEXT, EDITS, LOGPROBS, check
+from deltagram.testing.sampling import CONTEXT, EDITS, LOGPROBS, check, check_last_of_many
 
 HERE = Path(__file__).parent
 
@@ -31,6 +31,13 @@ def test_the_kernels_under_the_interpreter() -> None:
 def test_the_kernels_sample_what_the_reference_samples(vocab: int, dtype: torch.dtype) -> None:
     device = torch.device("cuda")
     assert check(vocab, dtype, range(60 if vocab < 10_000 else 20), device, device) > 20
+
+
+@pytest.mark.gpu
+def test_one_sequence_of_many_gets_what_it_asks_for() -> None:
+    device = torch.device("cuda")
+    for count, vocab in ((2, 5000), (128, 5000), (129, 5000), (300, 130)):
+        check_last_of_many(count, vocab, device, device)
 
 
 PARAMS = [

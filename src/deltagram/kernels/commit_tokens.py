@@ -13,7 +13,7 @@ sampled: a = min(num_draft, floor(synthetic - 1 + u)) with u in [0, 1) a hash of
 Shapes: sampled int64 [L]; cu_samples [N + 1], row, length, num_draft [N] int32, as in the sequence table; tokens [rows,
 context], lengths, committed [rows] int32, updated in place; steps int64 [1], one more; out int32 [N, 2 + max_draft],
 the number of tokens of each sequence (0 for one that was not sampled, and padding), then the tokens; the rest of a row
-is as it was.
+is as it was. On a GPU the table is read before the launch ahead has ended (_triton.py: dependent_launch).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deltagram.kernels._triton import Build, Impl, choose, jit, on_cpu, tl
+from deltagram.kernels._triton import Build, Impl, choose, dependent_launch, jit, on_cpu, tl
 
 
 def commit_tokens(
@@ -130,19 +130,25 @@ def _kernel(  # type: ignore[no-untyped-def]
     whole,
     part,
     SYNTHETIC: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     n = tl.program_id(0)
+    there = n < sequences  # not in a step without any
+    first, last = tl.load(cu_samples + n, mask=there, other=0), tl.load(cu_samples + n + 1, mask=there, other=0)
+    owner, drafts = tl.load(row + n, mask=there, other=0).to(tl.int64), tl.load(num_draft + n, mask=there, other=0)
+    begin = tl.load(length + n, mask=there, other=0) - drafts
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     if n == 0:
         tl.store(steps, tl.load(steps) + 1)
-    if n == sequences:  # of a step without any
+    if n == sequences:
         return
-    first, last = tl.load(cu_samples + n), tl.load(cu_samples + n + 1)
     mine = out + n.to(tl.int64) * width
     if first == last:
         tl.store(mine, 0)
         return
-    owner, drafts = tl.load(row + n).to(tl.int64), tl.load(num_draft + n)
-    begin = tl.load(length + n) - drafts
     history = tokens + owner * context + begin
     accepted = 0
     token = tl.load(sampled + first).to(tl.int32)
@@ -185,7 +191,10 @@ def _launch(
     arguments = (sampled, cu_samples, row, length, num_draft, tokens, lengths, committed, steps, out)
     parts = _parts(synthetic) if synthetic else (0, 0)
     sizes = tokens.shape[1], out.shape[1], len(row)
-    _kernel[(max(len(row), 1),)](*arguments, *sizes, *parts, SYNTHETIC=synthetic > 0, num_warps=1)
+    pdl = dependent_launch(tokens)
+    _kernel[(max(len(row), 1),)](
+        *arguments, *sizes, *parts, SYNTHETIC=synthetic > 0, PDL=pdl, num_warps=1, launch_pdl=pdl
+    )
 
 
 def ahead_of_time() -> list[Build]:
@@ -196,4 +205,5 @@ def ahead_of_time() -> list[Build]:
         | dict.fromkeys(("context", "width", "sequences"), "i32")
     )
     types |= {"whole": "i32", "part": "i64"}
-    return [Build(_kernel, types, {"SYNTHETIC": synthetic}, {"num_warps": 1}) for synthetic in (False, True)]
+    constants = ({"SYNTHETIC": synthetic, "PDL": False} for synthetic in (False, True))
+    return [Build(_kernel, types, each, {"num_warps": 1}) for each in constants]

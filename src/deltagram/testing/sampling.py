@@ -101,3 +101,26 @@ def check(vocab: int, dtype: torch.dtype, seeds: range, device: torch.device, re
         left = work[device]
         assert not any(part.any() for part in (left.counts, left.unsettled, left.meeting[:, : SUMS + 2]))
     return drawn
+
+
+def check_last_of_many(count: int, vocab: int, device: torch.device, reference_on: torch.device) -> None:
+    """Both bodies give the same tokens, of `count` greedy sequences but for the last, which asks for all there is."""
+    generator = torch.Generator().manual_seed(count)
+    asked = Requests.empty(count, vocab, EDITS, torch.device("cpu"))
+    flags = SPECIAL | PENALIZED | REPORTED | DRAWN | FILTERED
+    asked.whole[-1] = torch.tensor([flags, 5, 50, 10, 0, LOGPROBS])
+    asked.real[-1] = torch.tensor([2.0, 0.9, 0.0, 1.3, 0.2, 0.7], dtype=torch.float64)
+    index, ends = torch.arange(count, dtype=torch.int32), torch.arange(count + 1, dtype=torch.int32)
+    position = torch.randint(20, CONTEXT - 2, (count,), generator=generator, dtype=torch.int32)
+    history = torch.randint(0, min(vocab, 30), (count, CONTEXT), generator=generator, dtype=torch.int32)
+    logits, results = torch.randn(count, vocab, generator=generator), []
+    bodies: list[tuple[torch.device, Impl]] = [(device, "triton"), (reference_on, "reference")]
+    for on, body in bodies:
+        here, work = Requests(*(part.to(on) for part in asked)), Scratch.of(count, vocab, LOGPROBS, on)
+        x, one, end, at, text = (part.to(on) for part in (logits, index, ends, position, history))
+        results.append([part.cpu() for part in sample_tokens(x, one, end, one, at, one, text, here, work, body)])
+        assert not work.counts.any()
+    ours, expected = results
+    assert torch.equal(ours[0], expected[0]) and torch.equal(ours[2][-1], expected[2][-1])
+    torch.testing.assert_close(ours[3][-1], expected[3][-1], atol=2e-4, rtol=1e-5)
+    assert not torch.equal(ours[0], logits.argmax(-1)), "what the last sequence asks for must change its token"

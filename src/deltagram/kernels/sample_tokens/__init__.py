@@ -7,10 +7,11 @@ Every request has a row of `Requests`, written when it is admitted, so that a st
 those of reference.py, whose bits these are: integer weights, the inverse of their cumulative sum in vocabulary order,
 random numbers that are a function of (seed, position), the lowest id first among equals.
 
-Seven launches of fixed grids: count the history, for penalties; find the largest; adjust, and find the largest again;
-weigh; pick; pick from the whole vocabulary, where few likely tokens do not settle it; log-probabilities. A program
-whose row does not ask returns first, so a greedy step is one pass over its logits. A filter keeps a prefix of the
-tokens in falling order: where it ends is found, bit by bit, among the tokens that are at least 2^-13 as likely as the
+Six launches of fixed grids: find the largest, and count the history, for penalties; adjust, and find the largest again;
+weigh, and sum up for log-probabilities; pick; pick from the whole vocabulary, where few likely tokens do not settle it;
+log-probabilities. The programs of a launch that no sequence of the step asks for know it from the step's table, while
+the launch ahead still runs, and end: a greedy step is one pass over its logits. A filter keeps a prefix of the tokens
+in falling order: where it ends is found, bit by bit, among the tokens that are at least 2^-13 as likely as the
 likeliest, of which each 4096 tokens may hold 128; where those do not suffice, among all of them, in 23 looks at most
 (pick_from_all.py).
 

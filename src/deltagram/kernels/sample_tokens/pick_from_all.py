@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 
 from deltagram.kernels._triton import jit, tl
-from deltagram.kernels.sample_tokens.rows import BLOCK, ONE, SIZES, let_next, ordered, owner_of, target_of, wait
+from deltagram.kernels.sample_tokens.rows import (
+    BLOCK,
+    ONE,
+    SIZES,
+    asked_for,
+    let_next,
+    ordered,
+    owner_of,
+    target_of,
+    wait,
+)
 
 if TYPE_CHECKING:
     from deltagram.kernels.sample_tokens import Requests, Scratch
@@ -93,7 +103,7 @@ def _descend(  # type: ignore[no-untyped-def]
     return edge, above, above_mass, upto - above, upto_mass - above_mass, total
 
 
-@jit(do_not_specialize=[*SIZES, "num"])
+@jit(do_not_specialize=SIZES)
 def _kernel(  # type: ignore[no-untyped-def]
     sampled, cu_samples, sampled_end, sequence, position, row, whole, real, adjusted, weights, unsettled, meeting,
     tokens, vocab, num, PARTS: tl.constexpr, GROUPS: tl.constexpr, MEETING: tl.constexpr, SUMS: tl.constexpr,
@@ -105,7 +115,10 @@ def _kernel(  # type: ignore[no-untyped-def]
     first = part * stretch
     last = tl.minimum(first + stretch, vocab)
     n = tl.program_id(0) // PARTS
+    asked = asked_for(32, row, whole, sampled_end)
     wait(PDL)
+    if not asked:
+        return
     while n < num:
         if tl.load(unsettled + n) != 0:
             owner, token, _ = owner_of(n, sampled, cu_samples, sampled_end, sequence, row, whole)

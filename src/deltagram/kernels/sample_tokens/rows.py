@@ -10,7 +10,8 @@ from typing import Any
 from deltagram.kernels._triton import jit, tl
 
 BLOCK = 4096  # tokens of the vocabulary
-SIZES = ["sampled_end", "context", "vocab", "blocks", "max_edits", "max_logprobs"]
+# Not the vocabulary: where it is known to be a multiple of 16, loads are of 16 bytes.
+SIZES = ["sampled_end", "num", "context", "blocks", "max_edits", "max_logprobs"]
 
 
 def _constant(value: Any) -> Any:
@@ -47,6 +48,18 @@ def owner_of(n, sampled, cu_samples, sampled_end, sequence, row, whole):  # type
     token = tl.load(sampled + n)
     owner = tl.load(row + tl.load(sequence + token), mask=real, other=-1).to(tl.int64)
     return owner, token, tl.load(whole + owner * 6, mask=real, other=0)
+
+
+@jit
+def asked_for(flags: tl.constexpr, row, whole, sequences):  # type: ignore[no-untyped-def]
+    """Whether a sequence of the step may ask for one of `flags`: two looks, at what no kernel of this op writes."""
+    found = sequences - sequences
+    for first in range(0, sequences, 128):
+        n = first + tl.arange(0, 128)
+        owner = tl.load(row + n, mask=n < sequences, other=0).to(tl.int64)
+        asked = tl.load(whole + owner * 6, mask=n < sequences, other=0)
+        found |= tl.max((asked & flags).to(tl.int32), 0)
+    return found != 0
 
 
 @jit

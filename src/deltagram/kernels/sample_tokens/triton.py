@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from deltagram.kernels._triton import Build, dependent_launch, jit, power_of_two, tl
-from deltagram.kernels.sample_tokens import pick_from_all
+from deltagram.kernels.sample_tokens import first_pass, pick_from_all
 from deltagram.kernels.sample_tokens.rows import (
     BLOCK,
     LIKELY,
     ONE,
     ROUND,
     SIZES,
+    asked_for,
     let_next,
     ordered,
     owner_of,
@@ -28,105 +29,64 @@ if TYPE_CHECKING:
     from deltagram.kernels.sample_tokens import Requests, Scratch
 
 SEGMENT = 128  # likely tokens of a block that are kept aside
-COUNTERS = 8  # programs that count a row's history
-CHUNK = 1024
-
-
-@jit(do_not_specialize=SIZES)
-def _count_kernel(  # type: ignore[no-untyped-def]
-    sampled, cu_samples, sampled_end, sequence, position, row, whole, history, counts, context, vocab,
-    COUNTERS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    let_next(PDL)
-    n = tl.program_id(0)
-    owner, token, flags = owner_of(n, sampled, cu_samples, sampled_end, sequence, row, whole)
-    wait(PDL)
-    if (flags & 2) == 0:
-        return
-    known, prompt = tl.load(position + token) + 1, tl.load(whole + owner * 6 + 3)
-    mine = counts + n.to(tl.int64) * vocab
-    first = tl.program_id(1) * CHUNK
-    while first < known:
-        at = first + tl.arange(0, CHUNK)
-        there = at < known
-        said = tl.load(history + owner * context + at, mask=there, other=0)
-        tl.atomic_add(mine + said, 1, mask=there & (at >= prompt))  # outputs
-        tl.atomic_or(mine + said, 1 << 30, mask=there & (at < prompt))  # whether the prompt has it
-        first += COUNTERS * CHUNK
-
-
-@jit(do_not_specialize=SIZES)
-def _largest_kernel(  # type: ignore[no-untyped-def]
-    logits, sampled, cu_samples, sampled_end, sequence, row, whole, block_real, block_whole, vocab, blocks,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Of the logits as they are: all that a greedy row asks for. Few registers, since its programs are many."""
-    let_next(PDL)
-    n, b = tl.program_id(0), tl.program_id(1)
-    real = n < tl.load(cu_samples + sampled_end)
-    wait(PDL)
-    if not real:
-        return
-    at = b * BLOCK + tl.arange(0, BLOCK)
-    inside = at < vocab
-    x = tl.load(logits + n.to(tl.int64) * vocab + at, mask=inside, other=-float("inf")).to(tl.float32)
-    _, _, flags = owner_of(n, sampled, cu_samples, sampled_end, sequence, row, whole)  # while those are on their way
-    part = n.to(tl.int64) * blocks + b
-    largest = tl.max(tl.where(x == x, x, float("inf")), 0)
-    tl.store(block_real + part * 3 + 1, largest)
-    tl.store(block_whole + part * 3 + 1, tl.min(tl.where(((x == largest) | (x != x)) & inside, at, vocab), 0))
-    if (flags & 8) != 0:
-        tl.store(block_real + part * 3 + 2, tl.sum(tl.where(inside, tl.exp(x - largest), 0.0), 0))
+# Programs, at most, that share the rows which ask for more than their largest: three a multiprocessor of an H200, for
+# which their registers are limited.
+PROGRAMS = 396
+SHARED = {"num_warps": 8, "maxnreg": 80, "enable_fp_fusion": False}
 
 
 @jit(do_not_specialize=SIZES)
 def _adjust_kernel(  # type: ignore[no-untyped-def]
     logits, sampled, cu_samples, sampled_end, sequence, position, row, whole, real, edits, allowed, counts, adjusted,
-    block_real, block_whole, vocab, blocks, max_edits, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    block_real, block_whole, vocab, num, blocks, max_edits, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next(PDL)
-    n = tl.program_id(0)
-    owner, token, flags = owner_of(n, sampled, cu_samples, sampled_end, sequence, row, whole)
+    asked = asked_for(5, row, whole, sampled_end)
     wait(PDL)
-    if (flags & 5) == 0:
+    if not asked:
         return
-    outputs = (tl.load(position + token) + 1 - tl.load(whole + owner * 6 + 3)).to(tl.int32)
-    mine = edits + owner * 3 * max_edits
-    number = tl.load(whole + owner * 6 + 4).to(tl.int32)
-    b = tl.program_id(1)
-    while b < blocks:
-        at = b * BLOCK + tl.arange(0, BLOCK)
-        inside = at < vocab
-        x = tl.load(logits + n.to(tl.int64) * vocab + at, mask=inside, other=-float("inf")).to(tl.float32)
-        if (flags & 4) != 0:
-            bits = tl.load(allowed + owner * ((vocab + 7) // 8) + at // 8, mask=inside, other=0)
-            x = tl.where(((bits >> (at % 8).to(tl.uint8)) & 1) != 0, x, -float("inf"))
-        if (flags & 1) != 0:
-            e = 0
-            while e < number:
-                holds = outputs < tl.load(mine + 2 * max_edits + e)
-                value = tl.load(mine + max_edits + e).to(tl.float32, bitcast=True)
-                x = tl.where((at == tl.load(mine + e)) & holds, x + value, x)
-                e += 1
-            if (flags & 2) != 0:
-                seen = counts + n.to(tl.int64) * vocab + at
-                count = tl.load(seen, mask=inside, other=0)
-                tl.store(seen, tl.zeros_like(count), mask=inside)
-                said = count & ((1 << 30) - 1)
-                repetition = tl.load(real + owner * 6 + 3).to(tl.float32)
-                presence = tl.load(real + owner * 6 + 4).to(tl.float32)
-                frequency = tl.load(real + owner * 6 + 5).to(tl.float32)
-                repeated = tl.where(x > 0, tl.div_rn(x, tl.full([BLOCK], 1.0, tl.float32) * repetition), x * repetition)
-                x = tl.where(count != 0, repeated, x)
-                x = x - said.to(tl.float32) * frequency - (said > 0).to(tl.float32) * presence
-        x = tl.where(inside, x, -float("inf"))
-        tl.store(adjusted + n.to(tl.int64) * vocab + at, x, mask=inside)
-        part = n.to(tl.int64) * blocks + b
-        rank = tl.where(x == x, x, float("inf"))
-        largest = tl.max(rank, 0)
-        tl.store(block_real + part * 3, largest)
-        tl.store(block_whole + part * 3, tl.min(tl.where((rank == largest) & inside, at, vocab), 0))
-        b += tl.num_programs(1)
+    item = tl.program_id(0)
+    while item < num * blocks:
+        n, b = item // blocks, item % blocks
+        owner, token, flags = owner_of(n, sampled, cu_samples, sampled_end, sequence, row, whole)
+        if (flags & 5) != 0:
+            outputs = (tl.load(position + token) + 1 - tl.load(whole + owner * 6 + 3)).to(tl.int32)
+            mine = edits + owner * 3 * max_edits
+            number = tl.load(whole + owner * 6 + 4).to(tl.int32)
+            at = b * BLOCK + tl.arange(0, BLOCK)
+            inside = at < vocab
+            x = tl.load(logits + n.to(tl.int64) * vocab + at, mask=inside, other=-float("inf")).to(tl.float32)
+            if (flags & 4) != 0:
+                bits = tl.load(allowed + owner * ((vocab + 7) // 8) + at // 8, mask=inside, other=0)
+                x = tl.where(((bits >> (at % 8).to(tl.uint8)) & 1) != 0, x, -float("inf"))
+            if (flags & 1) != 0:
+                e = 0
+                while e < number:
+                    holds = outputs < tl.load(mine + 2 * max_edits + e)
+                    value = tl.load(mine + max_edits + e).to(tl.float32, bitcast=True)
+                    x = tl.where((at == tl.load(mine + e)) & holds, x + value, x)
+                    e += 1
+                if (flags & 2) != 0:
+                    seen = counts + n.to(tl.int64) * vocab + at
+                    count = tl.load(seen, mask=inside, other=0)
+                    tl.store(seen, tl.zeros_like(count), mask=inside & (count != 0))
+                    said = count & ((1 << 30) - 1)
+                    repetition = tl.load(real + owner * 6 + 3).to(tl.float32)
+                    presence = tl.load(real + owner * 6 + 4).to(tl.float32)
+                    frequency = tl.load(real + owner * 6 + 5).to(tl.float32)
+                    repeated = tl.where(
+                        x > 0, tl.div_rn(x, tl.full([BLOCK], 1.0, tl.float32) * repetition), x * repetition
+                    )
+                    x = tl.where(count != 0, repeated, x)
+                    x = x - said.to(tl.float32) * frequency - (said > 0).to(tl.float32) * presence
+            x = tl.where(inside, x, -float("inf"))
+            tl.store(adjusted + n.to(tl.int64) * vocab + at, x, mask=inside)
+            part = n.to(tl.int64) * blocks + b
+            rank = tl.where(x == x, x, float("inf"))
+            largest = tl.max(rank, 0)
+            tl.store(block_real + part * 3, largest)
+            tl.store(block_whole + part * 3, tl.min(tl.where((rank == largest) & inside, at, vocab), 0))
+        item += tl.num_programs(0)
 
 
 @jit
@@ -144,36 +104,41 @@ def _largest(block_real, n, blocks, raw, BLOCKS: tl.constexpr):  # type: ignore[
     return tl.load(block_real + part * 3 + raw, mask=b < blocks, other=-float("inf"))
 
 
-@jit(do_not_specialize=SIZES)
+@jit(do_not_specialize=[*SIZES, "vocab"])  # with wide loads the scan below takes half as long again
 def _weigh_kernel(  # type: ignore[no-untyped-def]
     logits, sampled, cu_samples, sampled_end, sequence, row, whole, real, adjusted, weights, block_real, block_whole,
-    block_weight, likely_token, vocab, blocks,
+    block_weight, likely_token, vocab, num, blocks,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SEGMENT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Drawn rows' weights, and what log-probabilities divide by."""
     let_next(PDL)
-    n = tl.program_id(0)
-    owner, _, flags = owner_of(n, sampled, cu_samples, sampled_end, sequence, row, whole)
+    asked = asked_for(24, row, whole, sampled_end)
     wait(PDL)
-    if (flags & 16) == 0:
+    if not asked:
         return
-    line = n.to(tl.int64) * vocab
-    largest = tl.max(_largest(block_real, n, blocks, 0, BLOCKS), 0).to(tl.float64)
-    temperature = tl.load(real + owner * 6)
-    b = tl.program_id(1)
-    while b < blocks:
+    item = tl.program_id(0)
+    while item < num * blocks:
+        n, b = item // blocks, item % blocks
+        owner, _, flags = owner_of(n, sampled, cu_samples, sampled_end, sequence, row, whole)
+        line, part = n.to(tl.int64) * vocab, n.to(tl.int64) * blocks + b
         at = b * BLOCK + tl.arange(0, BLOCK)
         inside = at < vocab
-        x = tl.load(adjusted + line + at, mask=inside, other=-float("inf"))
-        weight = tl.where(inside, _weights(x, largest, temperature), 0)
-        part = n.to(tl.int64) * blocks + b
-        tl.store(block_weight + part, tl.sum(weight, 0))
-        if (flags & 32) != 0:
-            tl.store(weights + line + at, weight, mask=inside)
-            likely = weight.to(tl.float64) >= LIKELY
-            place = tl.cumsum(likely.to(tl.int32), 0) - 1
-            tl.store(likely_token + part * SEGMENT + place, at, mask=likely & (place < SEGMENT))
-            tl.store(block_whole + part * 3 + 2, tl.sum(likely.to(tl.int32), 0))
-        b += tl.num_programs(1)
+        if (flags & 8) != 0:
+            x = tl.load(logits + line + at, mask=inside, other=-float("inf")).to(tl.float32)
+            most = tl.load(block_real + part * 3 + 1)
+            tl.store(block_real + part * 3 + 2, tl.sum(tl.where(inside, tl.exp(x - most), 0.0), 0))
+        if (flags & 16) != 0:
+            x = tl.load(adjusted + line + at, mask=inside, other=-float("inf"))
+            largest = tl.max(_largest(block_real, n, blocks, 0, BLOCKS), 0).to(tl.float64)
+            weight = tl.where(inside, _weights(x, largest, tl.load(real + owner * 6)), 0)
+            tl.store(block_weight + part, tl.sum(weight, 0))
+            if (flags & 32) != 0:
+                tl.store(weights + line + at, weight, mask=inside)
+                likely = weight.to(tl.float64) >= LIKELY
+                place = tl.cumsum(likely.to(tl.int32), 0) - 1
+                tl.store(likely_token + part * SEGMENT + place, at, mask=likely & (place < SEGMENT))
+                tl.store(block_whole + part * 3 + 2, tl.sum(likely.to(tl.int32), 0))
+        item += tl.num_programs(0)
 
 
 @jit(do_not_specialize=SIZES)
@@ -313,23 +278,17 @@ def launch(
     exact = {"enable_fp_fusion": False} | chained
     assert logits.is_contiguous() and history.is_contiguous() and num <= len(work.tokens)
     given = sampled, cu_samples, end, sequence
-    asking = num, min(blocks, 32)  # not more: mostly they have nothing to do
-    _count_kernel[(num, COUNTERS)](
-        *given, position, row, requests.whole, history, work.counts, history.shape[1], vocab, COUNTERS, CHUNK, **chained
-    )
-    _largest_kernel[(num, blocks)](
-        logits, *given, row, requests.whole, work.block_real, work.block_whole, vocab, blocks, BLOCK, num_warps=8,
-        maxnreg=48, **chained,
-    )  # fmt: skip
-    _adjust_kernel[asking](
+    sharing = (min(num * blocks, PROGRAMS),)
+    first_pass.launch(logits, sampled, cu_samples, sequence, position, row, history, requests, work, pdl)
+    _adjust_kernel[sharing](
         logits, *given, position, row, requests.whole, requests.real, requests.edits, requests.allowed, work.counts,
-        work.adjusted, work.block_real, work.block_whole, vocab, blocks, requests.edits.shape[2], BLOCK, num_warps=16,
-        **exact,
+        work.adjusted, work.block_real, work.block_whole, vocab, num, blocks, requests.edits.shape[2], BLOCK,
+        **SHARED, **chained,
     )  # fmt: skip
-    _weigh_kernel[asking](
+    _weigh_kernel[sharing](
         logits, *given, row, requests.whole, requests.real, work.adjusted, work.weights, work.block_real,
-        work.block_whole, work.block_weight, work.likely_token, vocab, blocks, BLOCK, wide, SEGMENT, num_warps=8,
-        **exact,
+        work.block_whole, work.block_weight, work.likely_token, vocab, num, blocks, BLOCK, wide, SEGMENT, **SHARED,
+        **chained,
     )  # fmt: skip
     _pick_kernel[(num,)](
         *given, position, row, requests.whole, requests.real, work.adjusted, work.weights, work.block_real,
@@ -348,15 +307,15 @@ def launch(
 def ahead_of_time() -> list[Build]:
     ints = dict.fromkeys(("sampled", "cu_samples", "sequence", "position", "row", "history", "counts", "edits"), "*i32")
     ints |= dict.fromkeys(("block_whole", "likely_token", "unsettled"), "*i32")
-    types = ints | dict.fromkeys([*SIZES, "num"], "i32") | {"allowed": "*u8", "real": "*fp64"}
+    types = ints | dict.fromkeys([*SIZES, "vocab"], "i32") | {"allowed": "*u8", "real": "*fp64"}
     types |= dict.fromkeys(("whole", "weights", "block_weight", "tokens", "top_tokens", "meeting"), "*i64")
     types |= dict.fromkeys(("adjusted", "block_real", "logprobs", "top_logprobs"), "*fp32")
-    sizes = {"BLOCK": BLOCK, "BLOCKS": 64, "SEGMENT": SEGMENT, "COUNTERS": COUNTERS, "CHUNK": CHUNK, "PDL": False}
-    sizes |= pick_from_all.CONSTANTS
+    sizes = {"BLOCK": BLOCK, "BLOCKS": 64, "SEGMENT": SEGMENT, "PDL": False}
+    sizes |= first_pass.CONSTANTS | pick_from_all.CONSTANTS
     exact = {"enable_fp_fusion": False}
     kernels = [
-        (_count_kernel, {"num_warps": 4}), (_largest_kernel, {"num_warps": 8, "maxnreg": 48}),
-        (_adjust_kernel, {"num_warps": 16, **exact}), (_weigh_kernel, {"num_warps": 8, **exact}),
+        (first_pass.KERNEL, first_pass.OPTIONS),
+        (_adjust_kernel, SHARED), (_weigh_kernel, SHARED),
         (_pick_kernel, {"num_warps": 16, **exact}), (pick_from_all.KERNEL, pick_from_all.OPTIONS),
         (_report_kernel, {"num_warps": 8}),
     ]  # fmt: skip
