@@ -5,7 +5,7 @@ on. `launch` sets it going and `retire` waits for what it brought: in between th
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -109,6 +109,8 @@ class Runner:
             self.requests = RequestTable(num_slots + 1, vocab, edits, self.device)
             self.work = Scratch.of(largest.num_samples, vocab, MAX_LOGPROBS, self.device)
             self.buffers.will_bring(self.work.logprobs, self.work.top_tokens, self.work.top_logprobs)
+        # A stream is its own context; torch.cuda.stream(it) takes the host 16 us longer.
+        self._on_stream: AbstractContextManager[object] = self.stream or nullcontext()
 
     @torch.inference_mode()
     def capture(self, buckets: Sequence[Bucket], progress: Callable[[int, int], None]) -> None:
@@ -116,7 +118,7 @@ class Runner:
         then on."""
         assert self.stream is not None
         self.graphs = StepGraphs(self._run, self._fill_with_padding, self.device)
-        with torch.cuda.stream(self.stream):
+        with self._on_stream:
             self.graphs.capture(buckets, self.settings.graph_bytes, progress)
             self.buffers.start_over()
 
@@ -173,7 +175,7 @@ class Runner:
 
     def poison_freed(self, slots: list[int], pages: list[int]) -> None:
         """Fill what requests gave back with NaN: no result may depend on it."""
-        with torch.cuda.stream(self.stream):
+        with self._on_stream:
             for pool in (*self._pools, *self._rings) if slots else ():
                 poison(pool, slots)
             for pool in self._page_pools if pages else ():
@@ -183,17 +185,17 @@ class Runner:
     def launch(self, scheduled: Scheduled) -> Launched:
         """Set a step going. Raises RuntimeError, before anything is computed, if a slot does not hold what the plan
         says."""
-        plan, requests = scheduled.plan, scheduled.requests
-        for entry, request in zip(plan.entries, requests, strict=True):
-            who = entry.slot, entry.generation, request.id
-            self.slots.advance(*who, entry.start, entry.num_new, entry.num_draft, entry.uncertain)
-        with torch.cuda.stream(self.stream), self._range(f"step {plan.step_id} {plan.name} {plan.bucket}"):
+        plan, advance = scheduled.plan, self.slots.advance
+        for entry, request in zip(plan.entries, scheduled.requests, strict=True):
+            _, generation, slot, _, num_new, start, num_draft, _, uncertain, _, _ = entry
+            advance(slot, generation, request.id, start, num_new, num_draft, uncertain)
+        with self._on_stream, self._range(f"step {plan.step_id} {plan.name} {plan.bucket}"):
             return self._launch(scheduled)
 
     @torch.inference_mode()
     def start_over(self) -> None:
         """Wait for what runs. After it, nothing depends on steps before, whether they were run to their ends or not."""
-        with torch.cuda.stream(self.stream):
+        with self._on_stream:
             if self.model.run_ahead is not None:
                 self.model.run_ahead.finish()
             if self.stream is not None:
