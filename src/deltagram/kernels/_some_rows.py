@@ -32,10 +32,10 @@ from deltagram.kernels._gluon import (
     check,
     gl,
     gluon_jit,
-    launch_dependents,
     mbarrier,
     tma,
     wait,
+    wait_then_launch,
     warpgroups,
 )
 from deltagram.kernels._parts import add_parts
@@ -50,24 +50,29 @@ def _place(step, steps, PARTS):  # type: ignore[no-untyped-def]
 
 
 @gluon_jit
-def _ask(weight, more, rings, ready, step, steps, outputs, PIECES, BM, BN, EX, BK, PARTS, STAGES):  # type: ignore[no-untyped-def]
+def _ask(weight, more, rings, ready, step, steps, outputs, PIECES, BM, BN, EX, BK, BLOCKS, PARTS, STAGES):  # type: ignore[no-untyped-def]
     """Ask for a step's part of the weight, in one piece or in gate's and up's; x is expected with it."""
     tile, _, at = _place(step, steps, PARTS)
     slot, n = step % STAGES, tile * (BN + EX)
     bar = ready.index(slot)
-    mbarrier.expect(bar, ((BN + EX) * PIECES + BM) * BK * 2)
-    for j in gl.static_range(PIECES):
-        to = rings[0].index(slot).slice(j * BN, BN)
-        tma.async_copy_global_to_shared(weight, [n + j * outputs, at * BK], bar, to)
-        if EX > 0:
-            to_extra = rings[1].index(slot).slice(j * EX, EX)
-            tma.async_copy_global_to_shared(more, [n + BN + j * outputs, at * BK], bar, to_extra)
+    mbarrier.expect(bar, ((BN + EX) * PIECES + BM) * BK * BLOCKS * 2)
+    for block in gl.static_range(BLOCKS):
+        k, to = (at * BLOCKS + block) * BK, slot * BLOCKS + block
+        for j in gl.static_range(PIECES):
+            of_tile = rings[0].index(to).slice(j * BN, BN)
+            tma.async_copy_global_to_shared(weight, [n + j * outputs, k], bar, of_tile)
+            if EX > 0:
+                of_extra = rings[1].index(to).slice(j * EX, EX)
+                tma.async_copy_global_to_shared(more, [n + BN + j * outputs, k], bar, of_extra)
 
 
 @gluon_jit
-def _ask_x(x, x_ring, ready, step, steps, BK, PARTS, STAGES):  # type: ignore[no-untyped-def]
+def _ask_x(x, x_ring, ready, step, steps, BK, BLOCKS, PARTS, STAGES):  # type: ignore[no-untyped-def]
     _, _, at = _place(step, steps, PARTS)
-    tma.async_copy_global_to_shared(x, [0, at * BK], ready.index(step % STAGES), x_ring.index(step % STAGES))
+    slot = step % STAGES
+    for block in gl.static_range(BLOCKS):
+        to = x_ring.index(slot * BLOCKS + block)
+        tma.async_copy_global_to_shared(x, [0, (at * BLOCKS + block) * BK], ready.index(slot), to)
 
 
 @gluon_jit
@@ -87,19 +92,19 @@ def _load(  # type: ignore[no-untyped-def]
     BN: gl.constexpr,
     EX: gl.constexpr,
     BK: gl.constexpr,
+    BLOCKS: gl.constexpr,
     PARTS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     for step in range(gl.minimum(mine, STAGES)):
-        _ask(weight, more, rings, ready, step, steps, outputs, PIECES, BM, BN, EX, BK, PARTS, STAGES)
-    wait()
+        _ask(weight, more, rings, ready, step, steps, outputs, PIECES, BM, BN, EX, BK, BLOCKS, PARTS, STAGES)
+    wait_then_launch()
     for step in range(gl.minimum(mine, STAGES)):
-        _ask_x(x, x_ring, ready, step, steps, BK, PARTS, STAGES)
+        _ask_x(x, x_ring, ready, step, steps, BK, BLOCKS, PARTS, STAGES)
     for step in range(STAGES, mine):
         mbarrier.wait(free.index(step % STAGES), (step // STAGES - 1) & 1)
-        _ask(weight, more, rings, ready, step, steps, outputs, PIECES, BM, BN, EX, BK, PARTS, STAGES)
-        _ask_x(x, x_ring, ready, step, steps, BK, PARTS, STAGES)
-    launch_dependents()  # only now: what the next kernel asks for early shall not come before what this one needs
+        _ask(weight, more, rings, ready, step, steps, outputs, PIECES, BM, BN, EX, BK, BLOCKS, PARTS, STAGES)
+        _ask_x(x, x_ring, ready, step, steps, BK, BLOCKS, PARTS, STAGES)
 
 
 @gluon_jit
@@ -136,6 +141,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     BM: gl.constexpr,
     BN: gl.constexpr,
     EX: gl.constexpr,
+    BLOCKS: gl.constexpr,
     PARTS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
@@ -148,13 +154,16 @@ def _multiply(  # type: ignore[no-untyped-def]
         for step in range(begin, begin + steps):
             slot = step % STAGES
             mbarrier.wait(ready.index(slot), step // STAGES & 1)
-            value = x_ring.index(slot)
-            sums = warpgroups.warpgroup_mma(value, rings[0].index(slot).permute((1, 0)), sums, is_async=True)
+            for block in gl.static_range(BLOCKS):
+                at = slot * BLOCKS + block
+                value = x_ring.index(at)
+                sums = warpgroups.warpgroup_mma(value, rings[0].index(at).permute((1, 0)), sums, is_async=True)
+                if EX > 0:
+                    extra = warpgroups.warpgroup_mma(value, rings[1].index(at).permute((1, 0)), extra, is_async=True)
             if EX > 0:
-                extra = warpgroups.warpgroup_mma(value, rings[1].index(slot).permute((1, 0)), extra, is_async=True)
-                sums, extra = warpgroups.warpgroup_mma_wait(2, deps=(sums, extra))
+                sums, extra = warpgroups.warpgroup_mma_wait(2 * BLOCKS, deps=(sums, extra))
             else:
-                sums = warpgroups.warpgroup_mma_wait(1, deps=(sums,))
+                sums = warpgroups.warpgroup_mma_wait(BLOCKS, deps=(sums,))
             # The step before has been multiplied.
             mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=step > 0)
         sums, extra = warpgroups.warpgroup_mma_wait(0, deps=(sums, extra))
@@ -175,7 +184,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     rows,
     outputs,
     stride,  # the residual's
-    steps,  # BK inputs each, that a program takes of a tile of outputs
+    steps,  # BLOCKS * BK inputs each, that a program takes of a tile of outputs
     jobs,  # tiles times PARTS
     PIECES: gl.constexpr,  # 2 if gated
     ADDS: gl.constexpr,  # the residual
@@ -183,13 +192,14 @@ def _kernel(  # type: ignore[no-untyped-def]
     BN: gl.constexpr,
     EX: gl.constexpr,
     BK: gl.constexpr,
+    BLOCKS: gl.constexpr,
     PARTS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    rings = (gl.allocate_shared_memory(weight.dtype, [STAGES, BN * PIECES, BK], weight.layout),)
+    rings = (gl.allocate_shared_memory(weight.dtype, [STAGES * BLOCKS, BN * PIECES, BK], weight.layout),)
     if EX > 0:
-        rings = rings + (gl.allocate_shared_memory(weight.dtype, [STAGES, EX * PIECES, BK], more.layout),)
-    x_ring = gl.allocate_shared_memory(x.dtype, [STAGES, BM, BK], x.layout)
+        rings = rings + (gl.allocate_shared_memory(weight.dtype, [STAGES * BLOCKS, EX * PIECES, BK], more.layout),)
+    x_ring = gl.allocate_shared_memory(x.dtype, [STAGES * BLOCKS, BM, BK], x.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
@@ -203,14 +213,14 @@ def _kernel(  # type: ignore[no-untyped-def]
                 _multiply,
                 (
                     residual, out, rings, x_ring, ready, free, rows, outputs, stride, steps, mine,
-                    PIECES, ADDS, BM, BN, EX, PARTS, STAGES,
+                    PIECES, ADDS, BM, BN, EX, BLOCKS, PARTS, STAGES,
                 ),
             ),
             (
                 _load,
                 (
                     x, weight, more, rings, x_ring, ready, free, outputs, steps, mine,
-                    PIECES, BM, BN, EX, BK, PARTS, STAGES,
+                    PIECES, BM, BN, EX, BK, BLOCKS, PARTS, STAGES,
                 ),
             ),
         ],
@@ -220,7 +230,8 @@ def _kernel(  # type: ignore[no-untyped-def]
 
 
 PARTS = 4
-_INPUTS = 64  # of a step: 128 bytes, the widest that the tensor cores read without conflicts
+_INPUTS = 64  # of a block: 128 bytes, the widest that the tensor cores read without conflicts
+_BLOCKS = 2  # of a step, which costs a wait
 _ROOM = 214_000  # bytes of shared memory for rings
 _TILES = ((64, 0), (64, 8), (64, 16), (64, 32), (32, 0), (32, 8), (32, 16), (16, 0), (16, 8))
 # Registers are left for the kernels around it to be in place. One warp more asks for copies.
@@ -237,9 +248,9 @@ def _constants(outputs: int, inputs: int, gated: bool, adds: bool) -> dict[str, 
         return -(-_jobs(outputs, tile, parts) // MULTIPROCESSORS) * (sum(tile) * pieces + SOME_ROWS)
 
     width, extra = min(_TILES, key=busiest)
-    stages = _ROOM // (((width + extra) * pieces + SOME_ROWS) * _INPUTS * 2)
-    sizes = {"BM": SOME_ROWS, "BN": width, "EX": extra, "BK": _INPUTS, "PARTS": parts, "STAGES": stages}
-    return {"PIECES": pieces, "ADDS": adds and parts == 1, **sizes}
+    stages = _ROOM // (((width + extra) * pieces + SOME_ROWS) * _INPUTS * _BLOCKS * 2)
+    sizes = {"BM": SOME_ROWS, "BN": width, "EX": extra, "BK": _INPUTS, "BLOCKS": _BLOCKS}
+    return {"PIECES": pieces, "ADDS": adds and parts == 1, **sizes, "PARTS": parts, "STAGES": stages}
 
 
 def _jobs(outputs: int, tile: tuple[int, int], parts: int) -> int:
@@ -265,7 +276,7 @@ def product(x: Tensor, weight: Tensor, residual: Tensor | None = None, gated: bo
     _kernel[(min(jobs, MULTIPROCESSORS),)](
         _described(x, x_stride, SOME_ROWS), _described(weight, inputs, width), _described(weight, inputs, extra or 8),
         out if adds is None else adds, out, rows, outputs, 0 if adds is None else adds.stride(0),
-        -(-inputs // (_INPUTS * parts)), jobs, **sizes, **_OPTIONS, launch_pdl=True,
+        -(-inputs // (_INPUTS * _BLOCKS * parts)), jobs, **sizes, **_OPTIONS, launch_pdl=True,
     )  # fmt: skip
     return out if parts == 1 else add_parts(out, residual, x.dtype)
 
