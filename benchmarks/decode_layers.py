@@ -10,6 +10,7 @@ the step's end: from the end of the kernel before it to its own. Writes results/
 import argparse
 import statistics
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -151,11 +152,12 @@ def by_layer(step: Step, run: Callable[[], Tensor], graph: torch.cuda.CUDAGraph,
     """The timeline's kernels, averaged over the layers of a kind."""
     table, _ = step.table(Kind.DECODE, tokens)
     x = step.model.embedding(table.token)
+    normed = step.model.norms[0](x)
     counts = {}
-    for layer in step.model.layers:
+    for layer, following in zip(step.model.layers, step.model.norms[1:], strict=True):
         kind = "attention" if layer.mixer in step.model.attention_layers else "linear"
         if kind not in counts:
-            counts[kind] = launches(lambda layer=layer: layer(x, table, step.model.rotary, None))
+            counts[kind] = launches(partial(layer, x, normed, table, step.model.rotary, None, following))
     events = timeline(graph)
     kinds = ["attention" if layer.mixer in step.model.attention_layers else "linear" for layer in step.model.layers]
     total = sum(counts[kind] for kind in kinds)
@@ -163,7 +165,7 @@ def by_layer(step: Step, run: Callable[[], Tensor], graph: torch.cuda.CUDAGraph,
     found: dict[str, Any] = {"launches": len(events), "launches_a_layer": counts}
     if rest < 0:
         return found | {"note": "the layers' launches could not be told apart"}
-    before = 1  # the embedding
+    before = 2  # the embedding and its norm
     sums = {kind: [0.0] * counts[kind] for kind in counts}
     names = {kind: [""] * counts[kind] for kind in counts}
     at = before

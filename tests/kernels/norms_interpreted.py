@@ -3,9 +3,10 @@ interpreter. It checks masks and indices: sizes that fill no tile, NaN around wh
 
 import torch
 
-from deltagram.kernels._norm import fused_norm, plain_norm
-from deltagram.kernels._some_rows import _ADD, _add_kernel
-from deltagram.kernels.gated_mlp import _gate
+from deltagram.kernels._norm import Norm, fused_norm, plain_norm
+from deltagram.kernels._parts import add_parts
+from deltagram.kernels.gated_mlp import _gate, gated_mlp_onto
+from deltagram.kernels.linear import linear_onto
 from deltagram.testing.interpreter import take_one_element_as_index
 
 take_one_element_as_index()
@@ -30,6 +31,25 @@ gate, up = torch.randn(2, 18, 40)
 expected = torch.nn.functional.silu(gate) * up
 torch.testing.assert_close(_gate(torch.cat((gate, up), 1)), expected, rtol=1e-4, atol=1e-4)
 
-partial, residual, out = torch.randn(_ADD["PARTS"], 3, 700), strided(3, 700), torch.empty(3, 700)
-_add_kernel[(3, 2)](partial, residual, out, 3, 700, residual.stride(0), **_ADD, PDL=False)
-torch.testing.assert_close(out, partial.sum(0) + residual)
+for size in (700, 40):  # a program takes one row, or several
+    partial, residual = torch.randn(4, 37, size), strided(37, size)
+    norm = Norm(torch.rand(size) + 0.5, 1e-3)
+    for dtype in (torch.float32, torch.float16):
+        wide = residual.to(dtype)
+        expected = wide.float()
+        for part in partial:
+            expected = expected + part
+        out, normed = add_parts(partial, wide, dtype, norm)
+        assert torch.equal(out, expected.to(dtype)) and normed is not None
+        assert torch.equal(normed, fused_norm(out, *norm))
+        tolerance = 1e-3 if dtype == torch.float16 else 1e-5
+        torch.testing.assert_close(normed, plain_norm(out, *norm), rtol=tolerance, atol=tolerance)
+    out, normed = add_parts(partial, None, torch.float32)
+    torch.testing.assert_close(out, partial.sum(0))
+    assert normed is None
+
+x, gate_up, down, norm = torch.randn(3, 24), torch.randn(40, 24), torch.randn(24, 20), Norm(torch.rand(24), 1e-3)
+residual = strided(3, 24)
+for op, weights in ((linear_onto, (torch.randn(24, 24),)), (gated_mlp_onto, (gate_up, down))):
+    for ours, plain in zip(*(op(residual, x, *weights, norm, impl) for impl in ("triton", "reference")), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)

@@ -10,8 +10,8 @@ from torch import Tensor
 from deltagram.kernels._gates import FEW_ROWS, ROWS_IN_PARTS, SOME_ROWS
 from deltagram.kernels._norm import Norm
 from deltagram.kernels._some_rows import some_rows
-from deltagram.kernels.gated_mlp import gated_mlp
-from deltagram.kernels.linear import linear
+from deltagram.kernels.gated_mlp import gated_mlp, gated_mlp_onto
+from deltagram.kernels.linear import linear, linear_onto
 from deltagram.kernels.rms_norm import rms_norm
 
 pytestmark = [
@@ -33,6 +33,10 @@ def norm_of(size: int) -> Norm:
     return Norm(torch.rand(size, device="cuda") + 0.5, 1e-6)
 
 
+def double(norm: Norm) -> Norm:
+    return Norm(norm.weight.double(), norm.eps)
+
+
 def assert_as_exact_as_plain(ours: Tensor, plain: Tensor, exact: Tensor) -> None:
     """At most twice the error of plain bf16 PyTorch against float64: over all, and of the worst row."""
     assert ours.dtype == plain.dtype and ours.shape == exact.shape and not ours.isnan().any()
@@ -43,44 +47,57 @@ def assert_as_exact_as_plain(ours: Tensor, plain: Tensor, exact: Tensor) -> None
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_linear_is_as_exact_as_plain(outputs: int, inputs: int) -> None:
     torch.manual_seed(0)
-    weight, norm = random(outputs, inputs, std=inputs**-0.5), norm_of(inputs)
+    weight, norm = random(outputs, inputs, std=inputs**-0.5), norm_of(outputs)
     for rows in ROWS:
         x, residual = random(rows, inputs + 16)[:, :inputs], random(rows, outputs + 3)[:, 3:]
         if rows % 2:
             x = random(rows, inputs + 3)[:, 3:]
-        for before in (None, norm):
-            for onto in (None, residual):
-                exact = linear(
-                    x.double(),
-                    weight.double(),
-                    before and Norm(before.weight.double(), before.eps),
-                    None if onto is None else onto.double(),
-                    impl="reference",
-                )
-                plain = linear(x, weight, before, onto, impl="reference")
-                assert_as_exact_as_plain(linear(x, weight, before, onto), plain, exact)
+        exact = linear(x.double(), weight.double(), "reference")
+        assert_as_exact_as_plain(linear(x, weight), linear(x, weight, "reference"), exact)
+        both = linear_onto(residual.double(), x.double(), weight.double(), double(norm), "reference")
+        plain = linear_onto(residual, x, weight, norm, "reference")
+        for ours, theirs, true in zip(linear_onto(residual, x, weight, norm), plain, both, strict=True):
+            assert_as_exact_as_plain(ours, theirs, true)
 
 
 @pytest.mark.parametrize(("size", "inner"), [(2560, 9216), (1024, 3584), (96, 48), (208, 333), (333, 208)])
 def test_gated_mlp_is_as_exact_as_plain(size: int, inner: int) -> None:
     torch.manual_seed(0)
     gate_up, down = random(2 * inner, size, std=size**-0.5), random(size, inner, std=inner**-0.5)
-    norm = norm_of(size)
-    wide = Norm(norm.weight.double(), norm.eps)
+    wide, norm = (gate_up.double(), down.double()), norm_of(size)
     for rows in ROWS:
         x, residual = random(rows, size), random(rows, size)
-        exact = gated_mlp(x.double(), gate_up.double(), down.double(), wide, residual.double(), impl="reference")
-        plain = gated_mlp(x, gate_up, down, norm, residual, impl="reference")
-        assert_as_exact_as_plain(gated_mlp(x, gate_up, down, norm, residual), plain, exact)
+        exact = gated_mlp(x.double(), *wide, "reference")
+        assert_as_exact_as_plain(gated_mlp(x, gate_up, down), gated_mlp(x, gate_up, down, "reference"), exact)
+        both = gated_mlp_onto(residual.double(), x.double(), *wide, double(norm), "reference")
+        plain = gated_mlp_onto(residual, x, gate_up, down, norm, "reference")
+        for ours, theirs, true in zip(gated_mlp_onto(residual, x, gate_up, down, norm), plain, both, strict=True):
+            assert_as_exact_as_plain(ours, theirs, true)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(2560, 9216), (2560, 4096), (1024, 2048), (40, 2048), (96, 208)])
+def test_a_norm_on_the_way_is_the_norm_alone(outputs: int, inputs: int) -> None:
+    """Bit for bit, wherever it is taken: with sums of parts, or after one sum."""
+    torch.manual_seed(0)
+    weight, norm = random(outputs, inputs, std=inputs**-0.5), norm_of(outputs)
+    gate_up, down = random(2 * inputs, outputs, std=outputs**-0.5), random(outputs, inputs, std=inputs**-0.5)
+    for rows in (1, FEW_ROWS, FEW_ROWS + 1, 48, SOME_ROWS, ROWS_IN_PARTS, ROWS_IN_PARTS + 1):
+        x, residual = random(rows, inputs), random(rows, outputs)
+        for y, normed in (
+            linear_onto(residual, x, weight, norm),
+            gated_mlp_onto(residual, rms_norm(residual, *norm), gate_up, down, norm),
+        ):
+            assert torch.equal(normed, rms_norm(y, *norm)), rows
 
 
 def ops(outputs: int, inputs: int) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
-    weight, norm = random(outputs, inputs, std=inputs**-0.5), norm_of(inputs)
+    """Of x [T, inputs] and a residual [T, outputs]; sums and their norms side by side."""
+    weight, norm = random(outputs, inputs, std=inputs**-0.5), norm_of(outputs)
     gate_up, down = random(2 * inputs, inputs, std=inputs**-0.5), random(outputs, inputs, std=inputs**-0.5)
     found: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-        "linear": lambda x, residual: linear(x, weight, None, residual),
-        "norm": lambda x, residual: linear(x, weight, norm),
-        "gated_mlp": lambda x, residual: gated_mlp(x, gate_up, down, norm, residual),
+        "linear": lambda x, residual: linear(x, weight),
+        "linear_onto": lambda x, residual: torch.cat(linear_onto(residual, x, weight, norm), 1),
+        "gated_mlp_onto": lambda x, residual: torch.cat(gated_mlp_onto(residual, x, gate_up, down, norm), 1),
     }
     return found
 
@@ -122,11 +139,12 @@ def test_company_does_not_change_bits_of_some_rows(outputs: int, inputs: int) ->
 def test_a_weight_of_many_tiles_is_multiplied_as_exactly(rows: int) -> None:
     """More tiles than there are programs: each takes one after the other."""
     torch.manual_seed(0)
-    x, weight, residual = random(rows, 320), random(40_000, 320, std=0.05), random(rows, 40_000)
-    for onto in (None, residual):
-        exact = F.linear(x.double(), weight.double()) + (0 if onto is None else onto.double())
-        plain = linear(x, weight, None, onto, impl="reference")
-        assert_as_exact_as_plain(linear(x, weight, None, onto), plain, exact)
+    x, weight, residual = random(rows, 320), random(20_000, 320, std=0.05), random(rows, 20_000)
+    exact, norm = F.linear(x.double(), weight.double()), norm_of(20_000)
+    assert_as_exact_as_plain(linear(x, weight), linear(x, weight, "reference"), exact)
+    y, _ = linear_onto(residual, x, weight, norm)
+    plain, _ = linear_onto(residual, x, weight, norm, "reference")
+    assert_as_exact_as_plain(y, plain, residual.double() + exact)
 
 
 @pytest.mark.parametrize("rows", [5, 48])
@@ -142,8 +160,9 @@ def test_captured_is_eager_also_behind_work_of_another_stream(rows: int) -> None
 
     def run() -> Tensor:
         y = x * 1
+        normed = rms_norm(y, *norm)
         for i, (gate_up, down, out) in enumerate(layers):
-            y = gated_mlp(y, gate_up, down, norm, y)
+            y, normed = gated_mlp_onto(y, normed, gate_up, down, norm)
             if i % 2 == 0:
                 side.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(side):
@@ -152,9 +171,9 @@ def test_captured_is_eager_also_behind_work_of_another_stream(rows: int) -> None
                         far = far @ slow / 50
                     bump = far[: len(x), :1024].bfloat16() + y
                 torch.cuda.current_stream().wait_stream(side)
-                y = bump
-            y = linear(y, out, norm, y)
-        return y
+                y, normed = bump, rms_norm(bump, *norm)
+            y, normed = linear_onto(y, normed, out, norm)
+        return y + normed
 
     expected = run().clone()
     torch.cuda.synchronize()
@@ -184,6 +203,8 @@ def test_norm_is_as_exact_as_plain(shape: tuple[int, ...]) -> None:
 
 def test_float32_is_not_rounded() -> None:
     torch.manual_seed(0)
-    x, weight, norm = torch.randn(3, 64, device="cuda"), torch.randn(32, 64, device="cuda"), norm_of(64)
-    exact = F.linear(rms_norm(x.double(), norm.weight.double(), norm.eps), weight.double())
-    assert (linear(x, weight, norm).double() - exact).abs().max() < 1e-5 * exact.abs().max()
+    x, weight, norm = torch.randn(3, 64, device="cuda"), torch.randn(32, 64, device="cuda"), norm_of(32)
+    residual = torch.randn(3, 32, device="cuda")
+    exact = linear_onto(residual.double(), x.double(), weight.double(), double(norm), "reference")
+    for ours, true in zip(linear_onto(residual, x, weight, norm), exact, strict=True):
+        assert (ours.double() - true).abs().max() < 1e-5 * true.abs().max()

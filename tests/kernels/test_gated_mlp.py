@@ -4,7 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deltagram.kernels.gated_mlp import gated_mlp
+from deltagram.kernels._norm import Norm
+from deltagram.kernels.gated_mlp import gated_mlp, gated_mlp_onto
+from deltagram.kernels.rms_norm import rms_norm
 from deltagram.testing.compiled import LENGTHS, among_nan, assert_close, exact, weight
 
 
@@ -20,3 +22,19 @@ def test_any_number_of_rows(size: int, inner: int, bf16: bool) -> None:
     torch.testing.assert_close(gated_mlp(*exact((x, gate_up, down))), expected)
     for rows in LENGTHS:
         assert torch.equal(gated_mlp(among_nan(x[-rows:]), gate_up, down, impl="compiled"), every[-rows:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_onto_is_an_mlp_a_sum_and_a_norm(dtype: torch.dtype, is_packed: bool) -> None:
+    torch.manual_seed(0)
+    packed, norm = (weight(26, 21), weight(21, 13)), Norm(torch.rand(21) + 0.5, 1e-3)
+    matrices = packed if is_packed else tuple(one.unpack().to(dtype) for one in packed)
+    for rows in (0, 1, 17, 130):
+        x, residual = among_nan(torch.randn(rows, 21, dtype=dtype)), among_nan(torch.randn(rows, 21, dtype=dtype))
+        for impl in (None, "reference"):
+            y, normed = gated_mlp_onto(residual, x, *matrices, norm, impl)
+            expected = residual + gated_mlp(x, *matrices, impl)
+            assert torch.equal(y, expected), (rows, impl)
+            body = "compiled" if impl is None and is_packed and dtype == torch.float32 else "reference"
+            assert torch.equal(normed, rms_norm(expected, *norm, body)) and normed.dtype == dtype, (rows, impl)

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from deltagram.kernels._few_rows import LEAST_ROOM, _constants, few_rows, tile_of
+from deltagram.kernels._norm import Norm
 from deltagram.kernels._packed import Packed
-from deltagram.kernels.linear import linear
+from deltagram.kernels.linear import linear, linear_onto
+from deltagram.kernels.rms_norm import rms_norm
 from deltagram.testing.compiled import LENGTHS, among_nan, assert_close, weight
 
 
@@ -22,6 +24,22 @@ def test_any_number_of_rows(outputs: int, inputs: int, bf16: bool) -> None:
     for rows in LENGTHS:
         assert torch.equal(linear(among_nan(x[-rows:]), packed), every[-rows:]), rows
     assert linear(x[:0], packed).shape == (0, outputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_onto_is_a_product_a_sum_and_a_norm(dtype: torch.dtype, is_packed: bool) -> None:
+    torch.manual_seed(0)
+    packed, norm = weight(49, 33), Norm(torch.rand(49) + 0.5, 1e-3)
+    matrix = packed if is_packed else packed.unpack().to(dtype)
+    for rows in (0, 1, 17, 130):
+        x, residual = among_nan(torch.randn(rows, 33, dtype=dtype)), among_nan(torch.randn(rows, 49, dtype=dtype))
+        for impl in (None, "reference"):
+            y, normed = linear_onto(residual, x, matrix, norm, impl)
+            expected = residual + linear(x, matrix, impl)
+            assert torch.equal(y, expected), (rows, impl)
+            body = "compiled" if impl is None and is_packed and dtype == torch.float32 else "reference"
+            assert torch.equal(normed, rms_norm(expected, *norm, body)) and normed.dtype == dtype, (rows, impl)
 
 
 def test_threads_do_not_change_bits() -> None:

@@ -4,7 +4,6 @@ from torch import Tensor
 
 from deltagram.attention.cache import LayerCache
 from deltagram.attention.indexer import Indexer
-from deltagram.kernels._norm import Norm
 from deltagram.kernels.cache_write import cache_write
 from deltagram.kernels.paged_attention import paged_attention
 from deltagram.kernels.qkv_write import qkv_write
@@ -44,24 +43,18 @@ class Attention:
         self.indexer = indexer
         self.cache: LayerCache | None = None
 
-    def __call__(
-        self,
-        x: Tensor,
-        table: SequenceTable,
-        rotary: Rotary,
-        norm: Norm | None = None,
-        residual: Tensor | None = None,
-        rows: Tensor | None = None,
-    ) -> Tensor:
-        """x [T, hidden], which goes through `norm` first (without an indexer) -> [T, hidden], added to `residual`; or
-        [n, hidden], of `rows` (int64 [n]) alone."""
-        assert norm is None or self.indexer is None, "an indexer reads x as it is"
+    def __call__(self, x: Tensor, table: SequenceTable, rotary: Rotary, rows: Tensor | None = None) -> Tensor:
+        """x [T, hidden] -> [T, hidden]; or [n, hidden], of `rows` (int64 [n]) alone."""
         if rows is not None and not x.is_cuda:
-            assert norm is None and residual is None
             return self._of_rows(x, rows, table, rotary)
+        out = self.out(self.heads(x, table, rotary))
+        return out if rows is None else out[rows]
+
+    def heads(self, x: Tensor, table: SequenceTable, rotary: Rotary) -> Tensor:
+        """x [T, hidden] -> [T, heads * head_dim], which `out` takes."""
         cache = self.cache
         assert cache is not None, "the layer has no pages"
-        query_gate, key, value = self.project.split(x, norm)
+        query_gate, key, value = self.project.split(x)
         query, gate = query_gate.unflatten(1, (self.num_heads, 2 * self.head_dim)).chunk(2, -1)
         query = qkv_write(
             query,
@@ -79,7 +72,7 @@ class Attention:
             self.q_norm.eps,
         )
         sparse = self.indexer is not None and cache.index_keys is not None
-        heads = paged_attention(
+        return paged_attention(
             query,
             cache.keys,
             cache.values,
@@ -96,9 +89,7 @@ class Attention:
             self.indexer(x, table, rotary, cache) if sparse and self.indexer else None,
             self.indexer.block_size if self.indexer else 1,
             gate,
-        )
-        out = self.out(heads.flatten(1), residual=residual)
-        return out if rows is None else out[rows]
+        ).flatten(1)
 
     def _of_rows(self, x: Tensor, rows: Tensor, table: SequenceTable, rotary: Rotary) -> Tensor:
         """Keys and values of all tokens to their pages; the others' queries are not made."""

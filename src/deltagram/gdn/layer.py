@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from deltagram.gdn.core import Gate, LayerState, Weights, forward_core
-from deltagram.kernels._norm import Norm
 from deltagram.layers.basic import Factory, Linear
 from deltagram.step.sequences import SequenceTable
 
@@ -46,16 +45,17 @@ class GatedDeltaNet:
         self.out = Linear(num_value_heads * value_dim, {"out_proj": hidden_size}, make)
         self.state: LayerState | None = None
 
-    def __call__(
-        self, x: Tensor, table: SequenceTable, norm: Norm | None = None, residual: Tensor | None = None
-    ) -> Tensor:
-        """x [T, hidden], which goes through `norm` first -> [T, hidden], added to `residual`."""
+    def __call__(self, x: Tensor, table: SequenceTable) -> Tensor:
+        """x [T, hidden] -> [T, hidden]."""
+        return self.out(self.heads(x, table))
+
+    def heads(self, x: Tensor, table: SequenceTable) -> Tensor:
+        """x [T, hidden] -> [T, HV * V], which `out` takes."""
         assert self.state is not None, "the layer has no pool"
-        qkv, z, b, a = self.project.split(x, norm)
+        qkv, z, b, a = self.project.split(x)
         weights = Weights(self.conv, self.A_log, self.dt_bias, self.num_key_heads)
         gate = Gate(z.unflatten(1, (self.num_value_heads, self.value_dim)), self.norm, self.eps, self.gate)
-        heads = forward_core(table, qkv, a, b, weights, self.state, gate)
-        return self.out(heads.flatten(1), residual=residual)
+        return forward_core(table, qkv, a, b, weights, self.state, gate).flatten(1)
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         return self.project.tensors(prefix) | self._common(prefix)

@@ -1,8 +1,8 @@
 """Products of a few rows with a weight: the weight streams through the chip once, and what follows the product rides
 along.
 
-    y = residual + norm(x) W^T                                 norm and residual: where given
-    y = silu(gate) * up,  gate | up = the same product         gated: W holds gate's outputs, then up's
+    y = residual + x W^T                           residual: where given
+    y = silu(gate) * up,  gate | up = x W^T        gated: W holds gate's outputs, then up's
 
 Such a product is bound by the weight's bytes. Two things decide its time. That memory is never idle: with dependent
 launch, programs are in place while the kernel before them runs, and fill their rings with weights before they wait for
@@ -27,7 +27,6 @@ from torch import Tensor
 
 from deltagram.kernels._gates import FEW_ROWS
 from deltagram.kernels._gluon import async_copy, check, gl, gluon_jit, mma_v2, wait_then_launch
-from deltagram.kernels._norm import Norm, fused_norm
 from deltagram.kernels._triton import Build, dependent_launch, power_of_two
 
 
@@ -191,12 +190,9 @@ def _room(device: torch.device) -> int:
     return memory - 27_000
 
 
-def product(
-    x: Tensor, weight: Tensor, norm: Norm | None = None, residual: Tensor | None = None, gated: bool = False
-) -> Tensor:
-    """See the file's docstring. The norm is a launch of its own."""
+def product(x: Tensor, weight: Tensor, residual: Tensor | None = None, gated: bool = False) -> Tensor:
+    """See the file's docstring."""
     check()
-    x = x if norm is None else fused_norm(x, *norm)
     x, x_stride = aligned(x)
     rows, inputs = x.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]

@@ -1,4 +1,4 @@
-"""RMS norm as ops share it: alone (rms_norm.py), and before a product (linear.py, gated_mlp.py)."""
+"""RMS norm as ops share it: alone (rms_norm.py), and of a sum that a product makes (linear.py, gated_mlp.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deltagram.kernels._triton import Build, dependent_launch, jit, on_cpu, powe
 
 
 class Norm(NamedTuple):
-    """What is applied to a product's input: weight fp32 [size], and eps."""
+    """What is applied to a product's sum with the residual: weight fp32 [size], and eps."""
 
     weight: Tensor
     eps: float
@@ -26,6 +26,13 @@ def plain_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     # torch's rms_norm takes twice as long for the few rows of a decode step
     norm = torch.linalg.vector_norm(wide, 2, -1, True)
     return (wide * norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()).mul_(weight.to(wide.dtype)).to(x.dtype)
+
+
+@jit
+def normed(value, factor, eps, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of rows [ROWS, BS] in fp32, zero past SIZE."""
+    rate = 1 / tl.sqrt(tl.sum(value * value, 1) / SIZE + eps)
+    return value * rate[:, None] * factor
 
 
 @jit(do_not_specialize=["rows"])
@@ -52,12 +59,11 @@ def _kernel(  # type: ignore[no-untyped-def]
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     value = tl.load(x + (row // GROUPS) * x_stride + group * group_stride + column, mask=inside, other=0).to(tl.float32)
-    rate = 1 / tl.sqrt(tl.sum(value * value, 1) / SIZE + eps)
-    y = value * rate[:, None] * factor
+    y = normed(value, factor, eps, SIZE)
     tl.store(out + row * SIZE + column, y.to(out.dtype.element_ty), mask=inside)
 
 
-def _tile(size: int) -> tuple[dict[str, int], int]:
+def tile_of(size: int) -> tuple[dict[str, int], int]:
     """A program's rows and columns, and its warps."""
     columns = power_of_two(size)
     return {"ROWS": max(1, 1024 // columns), "BS": columns}, min(16, max(1, columns // 512))
@@ -78,7 +84,7 @@ def fused_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     rows = x.numel() // size
     if rows == 0:
         return out
-    tile, warps = _tile(size)
+    tile, warps = tile_of(size)
     pdl = dependent_launch(x)
     _kernel[(-(-rows // tile["ROWS"]),)](
         flat, weight, out, rows, eps, flat.stride(0), flat.stride(1) if groups > 1 else 0, GROUPS=groups, SIZE=size,
@@ -92,6 +98,6 @@ def norm_builds() -> list[Build]:
     for dtype, groups, size in (("*bf16", 1, 2560), ("*bf16", 4, 1024), ("*fp32", 1, 96)):
         types = {"x": dtype, "out": dtype, "weight": "*fp32", "rows": "i32", "eps": "fp32"}
         types |= {"x_stride": "i32", "group_stride": "i32"}
-        tile, warps = _tile(size)
+        tile, warps = tile_of(size)
         builds.append(Build(_kernel, types, {"GROUPS": groups, "SIZE": size, **tile}, {"num_warps": warps}))
     return builds

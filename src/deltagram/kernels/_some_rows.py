@@ -9,7 +9,7 @@ rows of x, padding included, by a tile of outputs. A step's x comes behind its p
 the accelerator answers in order, so that x asked for late would wait for weights asked for early.
 
 With few outputs a program's x would be more than its weight. There the inputs are cut into PARTS, each a program, and
-one launch more adds them, in order, to the residual.
+one launch more adds them, in order, to the residual, and takes the norm that follows.
 
 A row's bits depend on the weight's shape alone.
 
@@ -38,6 +38,7 @@ from deltagram.kernels._gluon import (
     wait_then_launch,
     warpgroups,
 )
+from deltagram.kernels._norm import Norm
 from deltagram.kernels._parts import add_parts
 from deltagram.kernels._triton import Build
 
@@ -263,8 +264,10 @@ def some_rows(x: Tensor) -> bool:
     return takes and torch.cuda.get_device_capability(x.device)[0] == 9
 
 
-def product(x: Tensor, weight: Tensor, residual: Tensor | None = None, gated: bool = False) -> Tensor:
-    """See the file's docstring."""
+def product(
+    x: Tensor, weight: Tensor, residual: Tensor | None = None, gated: bool = False, norm: Norm | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """See the file's docstring; and norm(y), if a norm is given and the inputs are cut into parts."""
     check()
     x, x_stride = aligned(x)
     (rows, inputs), outputs = x.shape, len(weight) // 2 if gated else len(weight)
@@ -278,7 +281,7 @@ def product(x: Tensor, weight: Tensor, residual: Tensor | None = None, gated: bo
         out if adds is None else adds, out, rows, outputs, 0 if adds is None else adds.stride(0),
         -(-inputs // (_INPUTS * _BLOCKS * parts)), jobs, **sizes, **_OPTIONS, launch_pdl=True,
     )  # fmt: skip
-    return out if parts == 1 else add_parts(out, residual, x.dtype)
+    return (out, None) if parts == 1 else add_parts(out, residual, x.dtype, norm)
 
 
 def _described(matrix: Tensor, stride: int, rows: int) -> TensorDescriptor:

@@ -1,9 +1,11 @@
-"""A gated MLP, with a norm of its input and a residual that it adds to.
+"""A gated MLP; and one that adds to a residual, with the norm that follows.
 
-    y = residual + down(silu(gate(n)) * up(n)),  n = norm(x)        see linear.py, also for how a GPU runs it
+    gated_mlp         y = down(silu(gate(x)) * up(x))
+    gated_mlp_onto    y = residual + the same, norm(y)        see linear.py, also for how a GPU runs it
 
 Shapes: x [T, H] (rows may be strided), gate_up [2 I outputs, H] (gate's, then up's), down [H outputs, I], Packed or
-tensors; norm (scale fp32 [H], eps), residual [T, H]. Returns [T, H] in x's dtype, whose rows may be strided.
+tensors; norm (scale fp32 [H], eps), residual [T, H]. Returns [T, H] in x's dtype, one or two; rows of one may be
+strided.
 """
 
 from __future__ import annotations
@@ -13,42 +15,43 @@ from torch import Tensor
 
 from deltagram.kernels import _few_rows, _some_rows
 from deltagram.kernels._few_rows import few_rows
-from deltagram.kernels._norm import Norm, compiled_norm, fused_norm, plain_norm
+from deltagram.kernels._gpu_products import product, product_onto
+from deltagram.kernels._norm import Norm, compiled_norm, plain_norm
 from deltagram.kernels._packed import Matrix, Packed, dense
-from deltagram.kernels._parts import library_product
 from deltagram.kernels._some_rows import some_rows
 from deltagram.kernels._triton import Build, Impl, choose, dependent_launch, jit, on_cpu, tl
 
 
-def gated_mlp(
-    x: Tensor,
-    gate_up: Matrix,
-    down: Matrix,
-    norm: Norm | None = None,
-    residual: Tensor | None = None,
-    impl: Impl = None,
-) -> Tensor:
+def gated_mlp(x: Tensor, gate_up: Matrix, down: Matrix, impl: Impl = None) -> Tensor:
     """See the file's docstring."""
     compiled = _compiled if isinstance(gate_up, Packed) and isinstance(down, Packed) else None
-    return choose(impl, x, _reference, _launch, compiled)(x, gate_up, down, norm, residual)
+    return choose(impl, x, _reference, _launch, compiled)(x, gate_up, down)
 
 
-def _reference(
-    x: Tensor, gate_up: Matrix, down: Matrix, norm: Norm | None = None, residual: Tensor | None = None
-) -> Tensor:
-    gate, up = F.linear(x if norm is None else plain_norm(x, *norm), dense(gate_up, x)).chunk(2, -1)
-    y = F.linear(F.silu(gate).mul_(up), dense(down, x))
-    return y if residual is None else residual + y
+def gated_mlp_onto(
+    residual: Tensor, x: Tensor, gate_up: Matrix, down: Matrix, norm: Norm, impl: Impl = None
+) -> tuple[Tensor, Tensor]:
+    """See the file's docstring."""
+    compiled = _compiled_onto if isinstance(gate_up, Packed) and isinstance(down, Packed) else None
+    return choose(impl, x, _reference_onto, _launch_onto, compiled)(residual, x, gate_up, down, norm)
 
 
-def _compiled(
-    x: Tensor, gate_up: Matrix, down: Matrix, norm: Norm | None = None, residual: Tensor | None = None
-) -> Tensor:
-    y: Tensor = _compiled_mlp(x if norm is None else compiled_norm(x, *norm), gate_up, down)
-    return y if residual is None else residual + y
+def _reference(x: Tensor, gate_up: Matrix, down: Matrix) -> Tensor:
+    gate, up = F.linear(x, dense(gate_up, x)).chunk(2, -1)
+    return F.linear(F.silu(gate).mul_(up), dense(down, x))
 
 
-_compiled_mlp = on_cpu("gated_mlp")
+def _reference_onto(residual: Tensor, x: Tensor, gate_up: Matrix, down: Matrix, norm: Norm) -> tuple[Tensor, Tensor]:
+    y = residual + _reference(x, gate_up, down)
+    return y, plain_norm(y, *norm)
+
+
+_compiled = on_cpu("gated_mlp")
+
+
+def _compiled_onto(residual: Tensor, x: Tensor, gate_up: Matrix, down: Matrix, norm: Norm) -> tuple[Tensor, Tensor]:
+    y = residual + _compiled(x, gate_up, down)
+    return y, compiled_norm(y, *norm)
 
 
 @jit(do_not_specialize=["rows"])
@@ -87,18 +90,20 @@ def _gate(gate_up: Tensor) -> Tensor:
     return out
 
 
-def _launch(
-    x: Tensor, gate_up: Matrix, down: Matrix, norm: Norm | None = None, residual: Tensor | None = None
-) -> Tensor:
-    first, second = dense(gate_up, x), dense(down, x)
+def _inner(x: Tensor, gate_up: Matrix) -> Tensor:
+    """silu(gate(x)) * up(x), [T, I]."""
+    matrix = dense(gate_up, x)
     if few_rows(x):
-        y = _few_rows.product(x, first, norm, gated=True)
-    else:
-        x = x if norm is None else fused_norm(x, *norm)
-        y = _some_rows.product(x, first, gated=True) if some_rows(x) else _gate(F.linear(x, first))
-    if few_rows(y):
-        return _few_rows.product(y, second, residual=residual)
-    return _some_rows.product(y, second, residual) if some_rows(y) else library_product(y, second, residual)
+        return _few_rows.product(x, matrix, gated=True)
+    return _some_rows.product(x, matrix, gated=True)[0] if some_rows(x) else _gate(F.linear(x, matrix))
+
+
+def _launch(x: Tensor, gate_up: Matrix, down: Matrix) -> Tensor:
+    return product(_inner(x, gate_up), dense(down, x))
+
+
+def _launch_onto(residual: Tensor, x: Tensor, gate_up: Matrix, down: Matrix, norm: Norm) -> tuple[Tensor, Tensor]:
+    return product_onto(residual, _inner(x, gate_up), dense(down, x), norm)
 
 
 def ahead_of_time() -> list[Build]:

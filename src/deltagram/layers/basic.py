@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deltagram.kernels._norm import Norm
 from deltagram.kernels._packed import LANES, Matrix, Packed, between
-from deltagram.kernels.linear import linear
+from deltagram.kernels.linear import linear, linear_onto
 from deltagram.kernels.rms_norm import rms_norm
 
 
@@ -89,14 +89,17 @@ class Linear:
     def matrix(self) -> Matrix:
         return self._weight.matrix
 
-    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
-        """x [T, inputs], which goes through `norm` first -> [T, outputs], the parts side by side and added to
-        `residual`; rows may be strided."""
-        return linear(x, self._weight.matrix, norm, residual)
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, inputs] -> [T, outputs], the parts side by side; rows may be strided."""
+        return linear(x, self._weight.matrix)
 
-    def split(self, x: Tensor, norm: Norm | None = None) -> Sequence[Tensor]:
-        """x [T, inputs], which goes through `norm` first -> one [T, outputs] view a part."""
-        return linear(x, self._weight.matrix, norm).split_with_sizes(self.sizes, -1)
+    def onto(self, residual: Tensor, x: Tensor, norm: "RMSNorm") -> tuple[Tensor, Tensor]:
+        """residual [T, outputs], x [T, inputs] -> their sum, [T, outputs], and `norm` of it."""
+        return linear_onto(residual, x, self._weight.matrix, norm.fused)
+
+    def split(self, x: Tensor) -> Sequence[Tensor]:
+        """x [T, inputs] -> one [T, outputs] view a part."""
+        return self(x).split_with_sizes(self.sizes, -1)
 
     def outputs(self, x: Tensor, first: int, last: int) -> Tensor:
         """x [T, inputs] -> outputs first .. last - 1 alone, [T, last - first]."""
@@ -128,7 +131,7 @@ class RMSNorm:
 
     @property
     def fused(self) -> Norm:
-        """The norm for a product to apply to its input."""
+        """The norm for a product to apply to its sum with the residual."""
         return Norm(self.scale, self.eps)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -2,10 +2,9 @@
 
 from torch import Tensor
 
-from deltagram.kernels._norm import Norm
-from deltagram.kernels.gated_mlp import gated_mlp
+from deltagram.kernels.gated_mlp import gated_mlp, gated_mlp_onto
 from deltagram.kernels.moe import moe
-from deltagram.layers.basic import Factory, Linear, Weight
+from deltagram.layers.basic import Factory, Linear, RMSNorm, Weight
 
 
 class MLP:
@@ -15,9 +14,13 @@ class MLP:
         self.gate_up = Linear(hidden_size, {"gate_proj": intermediate_size, "up_proj": intermediate_size}, make)
         self.down = Linear(intermediate_size, {"down_proj": hidden_size}, make)
 
-    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
-        """x [T, H], which goes through `norm` first -> [T, H], added to `residual`."""
-        return gated_mlp(x, self.gate_up.matrix, self.down.matrix, norm, residual)
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, H] -> [T, H]."""
+        return gated_mlp(x, self.gate_up.matrix, self.down.matrix)
+
+    def onto(self, residual: Tensor, x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """residual [T, H], x [T, H] -> their sum, [T, H], and `norm` of it."""
+        return gated_mlp_onto(residual, x, self.gate_up.matrix, self.down.matrix, norm.fused)
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         return self.gate_up.tensors(prefix) | self.down.tensors(prefix)

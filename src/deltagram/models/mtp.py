@@ -74,7 +74,7 @@ class MTPHead:
         layer's cache takes every token of the table."""
         words = self.norm_embedding(self.model.embedding(token))
         x = self.fc(torch.cat((words, self.norm_hidden(hidden)), -1))
-        hidden = self.norm(self.layer(x, table, self.model.rotary, rows))
+        _, hidden = self.layer(x, self.layer.input_norm(x), table, self.model.rotary, rows, self.norm)
         return self.model.logits(hidden), hidden
 
     def weights(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Weight]:

@@ -32,17 +32,22 @@ class DecoderLayer:
         self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, make)
         self.mlp = mlp
 
-    def __call__(self, x: Tensor, table: SequenceTable, rotary: Rotary, rows: Tensor | None) -> Tensor:
-        """Past the mixer only `rows` go on, if given."""
-        norm = self.input_norm.fused
+    def __call__(
+        self, x: Tensor, normed: Tensor, table: SequenceTable, rotary: Rotary, rows: Tensor | None, following: RMSNorm
+    ) -> tuple[Tensor, Tensor]:
+        """x and `input_norm` of it -> the new x and `following` of it: what makes x takes its norm on the way. Past the
+        mixer only `rows` go on, if given."""
         if isinstance(self.mixer, Attention):
-            x = self.mixer(x, table, rotary, norm, residual=x)
+            heads = self.mixer.heads(normed, table, rotary)
         else:
-            x = self.mixer(x, table, norm, residual=x)
-        x = x if rows is None else x[rows]
+            heads = self.mixer.heads(normed, table)
+        if rows is not None:
+            x, heads = x[rows], heads[rows]
+        x, normed = self.mixer.out.onto(x, heads, self.post_norm)
         if isinstance(self.mlp, MoE):
-            return self.mlp(self.post_norm(x), residual=x)
-        return self.mlp(x, self.post_norm.fused, residual=x)
+            x = self.mlp(normed, residual=x)
+            return x, following(x)
+        return self.mlp.onto(x, normed, following)
 
     def weights(
         self, prefix: str, shapes: Mapping[str, tuple[int, ...]], by_key_head: bool = False
@@ -73,6 +78,7 @@ class ResidualDecoder:
         self.embedding = Embedding(config, make)
         self.layers = [DecoderLayer(config, is_full(config, i), mlp, make) for i, mlp in enumerate(mlps)]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, make)
+        self.norms = [*(layer.input_norm for layer in self.layers), self.norm]  # layer i reads what norms[i] gives
         self.rotary = Rotary(config.rope, config.rotary_dim, max_context, make.device)
         self.linear_layers = [layer.mixer for layer in self.layers if isinstance(layer.mixer, GatedDeltaNet)]
         self.attention_layers = [layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention)]
@@ -82,9 +88,11 @@ class ResidualDecoder:
 
     def forward(self, table: SequenceTable, history: TokenHistory, rows: Tensor | None = None) -> Tensor:
         x = self.embedding(table.token)
-        for layer in self.layers:
-            x = layer(x, table, self.rotary, rows if layer is self.layers[-1] else None)
-        return self.norm(x)
+        normed = self.norms[0](x)
+        for layer, following in zip(self.layers, self.norms[1:], strict=True):
+            wanted = rows if layer is self.layers[-1] else None
+            x, normed = layer(x, normed, table, self.rotary, wanted, following)
+        return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.embedding.logits(hidden)

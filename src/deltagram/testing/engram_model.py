@@ -76,16 +76,19 @@ class EngramModel(Qwen35):
     def forward(self, table: SequenceTable, history: TokenHistory, rows: Tensor | None = None) -> Tensor:
         assert self.run_ahead is not None
         x = self.embedding(table.token)
+        normed = self.norms[0](x)
         try:
             self.run_ahead.start(table, history)
             for i, layer in enumerate(self.layers):
                 if i in self.engrams:
                     streams = x[:, None].expand(-1, self.num_streams, -1).contiguous()
                     x = self.engrams[i].fuse(streams, *self.run_ahead.take(i)).mean(1)
-                x = layer(x, table, self.rotary, rows if layer is self.layers[-1] else None)
+                    normed = self.norms[i](x)  # in place of that before the memory
+                wanted = rows if layer is self.layers[-1] else None
+                x, normed = layer(x, normed, table, self.rotary, wanted, self.norms[i + 1])
         finally:
             self.run_ahead.finish()
-        return self.norm(x)
+        return normed
 
     def weights(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Weight]:
         plan = super().weights(shapes)
