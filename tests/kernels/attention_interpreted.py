@@ -19,7 +19,7 @@ from deltagram.testing.interpreter import take_one_element_as_index
 take_one_element_as_index()
 torch.utils.deterministic.fill_uninitialized_memory = True
 torch.use_deterministic_algorithms(True)  # scratch and outputs start as NaN
-split.LEAST, split.MOST, gather.SIZE = 5, 4, 32
+split.LEAST, split.MOST, split.SINGLE, gather.SIZE = 5, 4, 6, 32
 CPU, NAN = torch.device("cpu"), float("nan")
 IMPLS: tuple[Impl, Impl] = ("triton", "reference")
 
@@ -35,13 +35,14 @@ def attention(heads: int, key_heads: int, size: int) -> None:
         Part(texts[1], Kind.DECODE, 200, 1),
         Part(texts[2], Kind.DECODE, 64, 1),
         Part(texts[3], Kind.VERIFY, 126, 6),
+        Part(texts[4], Kind.VERIFY, 61, 6),
         Part(texts[4], Kind.PREFILL, 0, 45),
         Part(texts[5], Kind.PREFILL, 64, 37),
     ]
     step = AttentionStep(parts, pad_tokens=3, pad_sequences=2, seed=1)
     close(step.run("triton"), step.run("reference"))
     close(step.run("triton", gated=False), step.run("reference", gated=False))
-    decode = AttentionStep(parts[:4], pad_tokens=1, width=9)
+    decode = AttentionStep(parts[:5], pad_tokens=1, width=9)
     close(decode.run("triton"), decode.run("reference"))
     for listed, block_size in ((5, 8), (3, 12)):
         selected = step.some_blocks(listed, block_size)

@@ -96,7 +96,22 @@ def test_company_bucket_and_pages_do_not_matter(dtype: torch.dtype, sparse: bool
         assert torch.equal(out, alone[i])
 
 
-@pytest.mark.parametrize("start", [0, 5, 124, 1023, 8186, 16380])
+@pytest.mark.parametrize("longest", [300, 5000])
+def test_many_sequences_have_the_bits_of_each_alone(longest: int) -> None:
+    """So many that two programs share a multiprocessor, behind contexts around where parts begin and grow."""
+    around = [at + d for at in (64, 128, 256, 384, 1024, 4096) for d in (-1, 0, 1, 2)]
+    contexts = [context for context in [0, 1, *around] if context < longest]
+    contexts += range(3, longest, longest // (47 - len(contexts)))
+    parts = [Part(text(context + 1, seed), DECODE, context, 1) for seed, context in enumerate(contexts)]
+    assert len(parts) * KEY_HEADS > torch.cuda.get_device_properties(CUDA).multi_processor_count
+    together = AttentionStep(parts, pad_tokens=5, pad_sequences=3)
+    out = together.run()
+    assert not out[together.total :].any()
+    for i, part in enumerate(parts):
+        assert torch.equal(out[i], AttentionStep([part], seed=4).run()[0]), contexts[i]
+
+
+@pytest.mark.parametrize("start", [0, 5, 124, 250, 1023, 4090, 8186, 16380])
 def test_a_drafted_token_has_the_bits_of_a_decoded_one(start: int) -> None:
     """Across the positions where parts begin and where they grow."""
     one = text(start + 8)

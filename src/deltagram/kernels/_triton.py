@@ -111,11 +111,24 @@ def on_cpu(name: str) -> Any:
 
 
 @jit
-def prefetch(at):  # type: ignore[no-untyped-def]
-    """In a kernel for compute capability 9.0 or later: bring the lines at `at`, a tensor of pointers, to the L2
-    cache."""
+def prefetch(at, size):  # type: ignore[no-untyped-def]
+    """In a kernel for compute capability 9.0 or later: one thread asks for the `size` bytes at `at`, both multiples of
+    16, to come to the L2 cache; for none if size < 1."""
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+        """{
+        .reg .pred first, some;
+        .reg .u32 thread;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 first, thread, 0;
+        setp.gt.and.s32 some, $2, 0, first;
+        @some cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r",
+        [at, size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 

@@ -7,6 +7,8 @@ see as much of each part as lies before them.
 The grid is fixed: its programs take equal shares of the step's keys, counted from the sequences' lengths over all tiles
 and key heads, and each does the parts that begin in its share. What a program does before and after a run of keys costs
 as much as some hundred keys, so it goes through neighbouring parts in one run, and starts while the kernel before ends.
+Of many sequences each multiprocessor has two programs, one of which computes while the other waits for its keys. How
+many programs there are changes no bit.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from deltagram.kernels.paged_attention.tile import (
     MOST_COUNTERS,
     counters,
     finished,
+    last_alike,
     merge,
     merge_tile,
     part_shift,
@@ -30,8 +33,30 @@ from deltagram.kernels.paged_attention.tile import (
 )
 
 LEAST, MOST = 7, 32  # log2 of a part's keys, and parts
-AHEAD = 128  # keys that a program asks for before it may begin
-OPTIONS = {"num_warps": 8, "num_stages": 3}  # a program to a multiprocessor: its tiles fill most of the memory
+SINGLE = 8  # log2 of the keys that are one part: putting two together takes longer than to go through the second
+FEW = {"num_warps": 8, "num_stages": 3}  # a program to a multiprocessor: its tiles fill most of the memory
+MANY = {"num_warps": 8, "num_stages": 2, "maxnreg": 128}  # two programs to a multiprocessor
+
+
+@jit
+def _ask(  # type: ignore[no-untyped-def]
+    k_cache, v_cache, line, h, keys, HKV: tl.constexpr, D: tl.constexpr, BN: tl.constexpr
+):
+    """Ask for key head h's share of a tile of keys and values, of which there are `keys` from `line` on: all heads of
+    some of them, which lie side by side. The newest may be on their way: no harm, they are written where they then
+    are."""
+    SHARE: tl.constexpr = (BN + HKV - 1) // HKV
+    SIZE: tl.constexpr = HKV * D * k_cache.dtype.element_ty.primitive_bitwidth // 8
+    if SIZE % 16 == 0:
+        at = (line + h * SHARE) * (HKV * D)
+        size = tl.minimum(tl.minimum(keys, BN) - h * SHARE, SHARE) * SIZE
+        prefetch(k_cache + at, size)
+        prefetch(v_cache + at, size)
+
+
+@jit
+def _sum_and_least(a, b, c, d):  # type: ignore[no-untyped-def]
+    return a + c, tl.minimum(b, d)
 
 
 @jit(
@@ -72,8 +97,8 @@ def _kernel(  # type: ignore[no-untyped-def]
     NB: tl.constexpr,
     LEAST: tl.constexpr,
     MOST: tl.constexpr,
-    AHEAD: tl.constexpr,
-    LINES: tl.constexpr,
+    SINGLE: tl.constexpr,
+    ASK: tl.constexpr,
     PDL: tl.constexpr,
     BG: tl.constexpr,
     BP: tl.constexpr,
@@ -84,49 +109,45 @@ def _kernel(  # type: ignore[no-untyped-def]
     new = tl.load(cu_tokens + ticks + 1, mask=there, other=0) - first
     ends = tl.load(length + ticks, mask=there, other=1)
     mine = (tl.load(kind + ticks, mask=there, other=3) <= 1) & (new > 0)
-    shifts = part_shift(ends - new + 1, LEAST, MOST)
-    edges = tl.minimum(ends, MOST << shifts)  # tokens from here on have larger parts
+    shifts = part_shift(ends - new + 1, LEAST, MOST, SINGLE)
+    edges = tl.minimum(ends, last_alike(ends - new + 1, shifts, MOST, SINGLE))  # tokens from here on have other parts
     tiles = tl.cdiv(edges - ends + new, TOKENS) + tl.cdiv(ends - edges, TOKENS)
     lines = (((ends - 1) >> shifts) + 1) << (shifts - LEAST)  # a tile's keys, in least parts
     work = tl.where(mine, lines * tiles * HKV, 0)
     upto = tl.cumsum(work, 0)
-    least = tl.min(tl.where(mine, 1 << (shifts - LEAST), 1 << 10))
-    share = tl.cdiv(tl.cdiv(tl.sum(work), tl.num_programs(0)), least) * least
+    total_work, least = tl.reduce((work, tl.where(mine, 1 << (shifts - LEAST), 1 << 10)), 0, _sum_and_least)
+    share = tl.cdiv(tl.cdiv(total_work, tl.num_programs(0)), least) * least
     from_here = tl.program_id(0) * share
-    stop = tl.minimum(from_here + share, tl.sum(work))
+    stop = tl.minimum(from_here + share, total_work)
     d = tl.arange(0, BD)
     rows = tl.arange(0, ROWS)
     at = from_here
     while at < stop:
-        n = tl.sum((upto <= at).to(tl.int32))
-        rest = at - tl.sum(tl.where(ticks < n, work, 0))
+        passed = tl.sum(tl.where(upto <= at, work.to(tl.int64) + (1 << 40), 0))  # sequences, and below them their work
+        n = (passed >> 40).to(tl.int32)
+        rest = at - passed.to(tl.int32)
         begin = tl.load(cu_tokens + n)
         end = tl.load(length + n)
         past = end - (tl.load(cu_tokens + n + 1) - begin)
         table = page_table + tl.load(row + n).to(tl.int64) * pages
-        shift = part_shift(past + 1, LEAST, MOST)
+        shift = part_shift(past + 1, LEAST, MOST, SINGLE)
         line = (((end - 1) >> shift) + 1) << (shift - LEAST)
         offset = rest % line
         h = rest // line % HKV
         tile = rest // line // HKV
-        edge = tl.minimum(end, MOST << shift)
+        edge = tl.minimum(end, last_alike(past + 1, shift, MOST, SINGLE))
         before = tl.cdiv(edge - past, TOKENS)
         start = tl.where(tile < before, past + tile * TOKENS, edge + (tile - before) * TOKENS)
         until = tl.minimum(start + TOKENS, tl.where(tile < before, edge, end))
-        shift = part_shift(start + 1, LEAST, MOST)
+        shift = part_shift(start + 1, LEAST, MOST, SINGLE)
         count = ((until - 1) >> shift) + 1  # parts of the tile, of which those from `part` to before `other` are ours
         part = tl.cdiv(offset << LEAST, 1 << shift)
         other = tl.minimum(tl.cdiv((offset + stop - at) << LEAST, 1 << shift), count)
         low, high = part << shift, tl.minimum(other << shift, until)
         if PDL:
-            if at == from_here:
-                key_at = tl.minimum(low + tl.arange(0, AHEAD), until - 1)
-                page = tl.load(table + key_at // PAGE).to(tl.int64)
-                # The newest keys may be on their way: no harm, they are written where they then are.
-                near = ((page * PAGE + key_at % PAGE) * (HKV * D) + h * D)[:, None]
-                near += tl.minimum(tl.arange(0, LINES) * (BD // LINES), D - 1)[None, :]
-                prefetch(k_cache + near)
-                prefetch(v_cache + near)
+            if ASK & (at == from_here) & (part < other):
+                page = tl.load(table + low // PAGE).to(tl.int64)
+                _ask(k_cache, v_cache, page * PAGE + low % PAGE, h, high - low, HKV, D, BN)
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
         if part < other:
@@ -210,11 +231,12 @@ def launch(
     assert tokens * key_heads <= MOST_COUNTERS
     items = min(tokens, len(row) * (1 + -(-each // sizes["TOKENS"]))) * places * key_heads
     gates, pdl = q if gate is None else gate, dependent_launch(q)
-    _kernel[(min(items, processors(q.device)),)](
+    many = len(row) * key_heads > processors(q.device) and sizes["ROWS"] == 16
+    _kernel[(min(items, processors(q.device) * (1 + many)),)](
         q, k_cache, v_cache, page_table, row, kind, cu_tokens, length, gates, out, parts, weights,
         counters(q.device), num_rows, len(row), places, pages, q.stride(0), gates.stride(0), gates.stride(1),
-        scale * LOG2_E, GATED=gate is not None, HKV=key_heads, GROUP=group, D=size, PAGE=page_size, **sizes, PDL=pdl,
-        launch_pdl=pdl, **OPTIONS,
+        scale * LOG2_E, GATED=gate is not None, HKV=key_heads, GROUP=group, D=size, PAGE=page_size, **sizes,
+        ASK=not many, PDL=pdl, launch_pdl=pdl, **(MANY if many else FEW),
     )  # fmt: skip
 
 
@@ -237,8 +259,7 @@ def _sizes(full: bool, group: int, size: int, num_sequences: int, each: int) -> 
     on tensor cores."""
     rows = max(power_of_two(group, 16), min(power_of_two(group * each), 16 if full else 32))
     tile = {"ROWS": rows, "TOKENS": rows // group, "BD": power_of_two(size, 16)}
-    tile |= {"BN": 32 if full or size > 256 else 64, "LEAST": LEAST, "MOST": MOST}
-    tile |= {"AHEAD": AHEAD, "LINES": max(1, tile["BD"] * (4 if full else 2) // 128)}
+    tile |= {"BN": 32 if full or size > 256 else 64, "LEAST": LEAST, "MOST": MOST, "SINGLE": SINGLE}
     return tile | sequence_tile(num_sequences) | merge_tile(group, size)
 
 
@@ -253,8 +274,9 @@ SHAPES = (("*bf16", 4, 4, 256, True), ("*bf16", 2, 8, 128, False), ("*fp32", 2, 
 
 def builds() -> list[Build]:
     made = []
-    for (dtype, key_heads, group, size, has_gate), each in zip(SHAPES, (1, 6, 6), strict=True):
+    for (dtype, key_heads, group, size, has_gate), each in ((SHAPES[0], 1), *((shape, 6) for shape in SHAPES)):
         types = TYPES | dict.fromkeys(("q", "k_cache", "v_cache", "gate", "out"), dtype)
         constants = {"GATED": has_gate, "HKV": key_heads, "GROUP": group, "D": size, "PAGE": 64}
-        made.append(Build(_kernel, types, constants | _sizes(dtype == "*fp32", group, size, 1, each), OPTIONS))
+        constants |= _sizes(dtype == "*fp32", group, size, 1, each) | {"ASK": each > 1}
+        made.append(Build(_kernel, types, constants, FEW if each > 1 else MANY))
     return made

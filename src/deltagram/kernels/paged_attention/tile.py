@@ -45,11 +45,17 @@ def finished(acc, total, z, GATED: tl.constexpr):  # type: ignore[no-untyped-def
 
 
 @jit
-def part_shift(context, LEAST: tl.constexpr, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Log2 of the keys of one part for a query that sees `context` keys: the smallest power of two from 2^LEAST on that
-    makes no more than MOST (a power of two) parts."""
+def part_shift(context, LEAST: tl.constexpr, MOST: tl.constexpr, SINGLE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Log2 of the keys of one part for a query that sees `context` keys. Up to 2^SINGLE keys are one part; more, parts
+    of the smallest power of two from 2^LEAST on that makes no more than MOST (a power of two) of them."""
     log2 = ((context - 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126  # rounded up; exact up to 2^24
-    return tl.maximum(log2 - (MOST.bit_length() - 1), LEAST)
+    return tl.where(context <= 1 << SINGLE, SINGLE, tl.maximum(log2 - (MOST.bit_length() - 1), LEAST))
+
+
+@jit
+def last_alike(context, shift, MOST: tl.constexpr, SINGLE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How many keys a query may see to have parts of the size that one of `context` keys, 2^shift, has."""
+    return tl.where(context <= 1 << SINGLE, 1 << SINGLE, MOST << shift)
 
 
 @jit
