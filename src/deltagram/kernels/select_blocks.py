@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deltagram.kernels._triton import Build, Impl, choose, jit, on_cpu, power_of_two, tl
+from deltagram.kernels._triton import Build, Impl, choose, dependent_launch, jit, on_cpu, power_of_two, tl
 
 
 def select_blocks(
@@ -98,6 +98,7 @@ def _score_kernel(  # type: ignore[no-untyped-def]
     BN: tl.constexpr,  # a program's blocks
     BD: tl.constexpr,
     NB: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Sequence n's tokens take the tiles from cu_tokens[n] // TOKENS + n on; some of the last have none."""
     tile = tl.program_id(0)
@@ -107,12 +108,17 @@ def _score_kernel(  # type: ignore[no-untyped-def]
     begin = tl.load(cu_tokens + n)
     new = tl.load(cu_tokens + n + 1) - begin
     offset = (tile - begin // TOKENS - n) * TOKENS
-    if offset >= new:
-        return
     context = tl.load(length + n)
     complete = (context - new + tl.minimum(offset + TOKENS, new)) // BLOCK  # those the last of the tokens sees
     low = tl.program_id(1) * BN
-    if (low >= complete) | (complete <= TOP):
+    idle = (offset >= new) | (low >= complete) | (complete <= TOP)
+    block = low + tl.arange(0, BN)
+    table = page_table + tl.load(row + n).to(tl.int64) * pages
+    page = tl.load(table + block // A_PAGE, mask=(block < complete) & (idle == 0), other=0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if idle:
         return
     d = tl.arange(0, BD)
     rows = tl.arange(0, TOKENS * BH)
@@ -120,9 +126,6 @@ def _score_kernel(  # type: ignore[no-untyped-def]
     line = q + (begin + token).to(tl.int64) * q_stride + (rows % BH) * D
     real = (token < new) & (rows % BH < H)
     query = tl.load(line[:, None] + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0)
-    block = low + tl.arange(0, BN)
-    table = page_table + tl.load(row + n).to(tl.int64) * pages
-    page = tl.load(table + block // A_PAGE, mask=block < complete, other=0).to(tl.int64)
     at = (page * A_PAGE + block % A_PAGE) * D
     keys = tl.load(block_keys + at[:, None] + d[None, :], mask=(block < complete)[:, None] & (d < D)[None, :], other=0)
     products = tl.dot(query, tl.trans(keys), input_precision="ieee")
@@ -145,10 +148,14 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     TOP: tl.constexpr,
     BT: tl.constexpr,
     BN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64)
     complete = (tl.load(position + t) + 1) // BLOCK
     complete = tl.where(t < tl.load(cu_tokens + num_sequences), complete, 0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if complete <= TOP:
         place = tl.arange(0, BT)
         tl.store(out + t * TOP + place, tl.where(place < complete, place, -1), mask=place < TOP)
@@ -188,15 +195,18 @@ def _launch(
     scores = q.new_empty((num_rows, num_blocks), dtype=torch.float32)
     out = torch.empty((num_rows, top_k), dtype=torch.int32, device=q.device)
     grid = (num_rows // sizes["TOKENS"] + num_sequences, -(-num_blocks // sizes["BN"]))
+    pdl = dependent_launch(q)
     if num_blocks > top_k:
         _score_kernel[grid](
             q, block_keys, page_table, row, cu_tokens, length, scores, num_sequences, num_blocks, pages, q.stride(0),
-            size**-0.5, H=heads, D=size, A_PAGE=a_page, BLOCK=block_size, TOP=top_k, **sizes, num_warps=4,
+            size**-0.5, H=heads, D=size, A_PAGE=a_page, BLOCK=block_size, TOP=top_k, **sizes, PDL=pdl, num_warps=4,
+            launch_pdl=pdl,
         )  # fmt: skip
     wide = power_of_two(num_blocks)
     _choose_kernel[(num_rows,)](
         scores, position, cu_tokens, out, num_sequences, num_blocks, BLOCK=block_size, TOP=top_k,
-        BT=power_of_two(top_k), BN=wide, num_warps=4 if wide <= 2048 else 8 if wide <= 8192 else 16,
+        BT=power_of_two(top_k), BN=wide, PDL=pdl, num_warps=4 if wide <= 2048 else 8 if wide <= 8192 else 16,
+        launch_pdl=pdl,
     )  # fmt: skip
     return out
 
