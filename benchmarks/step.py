@@ -2,8 +2,9 @@
 
     python benchmarks/step.py [--parts decode prefill memory mixed start] [--placements device host]
 
-A decode step runs on contexts of 128 tokens. Times "device" are replays back to back, "wall" from one step's end to the
-next one's with the host's work in between, "host" that work. Writes results/step_<part>.json after each part.
+Contexts begin with 128 tokens, and grow by what each step that is timed brings. Times "device" are replays back to
+back, "wall" from one step's end to the next one's with the host's work in between, "host" that work. Writes
+results/step_<part>.json after each part.
 """
 
 import argparse
