@@ -3,8 +3,9 @@
     python benchmarks/decode_layers.py [--shapes 4B 0.8B] [--batches 1 8 48] [--prefill 2048] [--no-attention]
 
 A step is the forward pass and the logits, on contexts that stay at 64 tokens, where those of step.py begin with 128 and
-grow; the sequence table is made before it and sampling comes after it. Kernels are listed in the order a layer launches them, each with the time by which it put off
-the step's end: from the end of the kernel before it to its own. Writes results/decode_layers.json.
+grow; the sequence table is made before it and sampling comes after it. Kernels are listed in the order a layer launches
+them, each with the time by which it put off the step's end: from the end of the kernel before it to its own. Writes
+results/decode_layers.json.
 """
 
 import argparse
