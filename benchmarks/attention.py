@@ -2,8 +2,8 @@
 
 16 query heads over 4 key heads of 256, in bf16, gated, one layer; the indexed layer has 2 key heads, blocks of 64
 tokens and 32 of them selected. A call works on pages of its own as far as the pool goes, so that small contexts do not
-come from the L2 cache. `floor_us` is the time that keys and values take to be read once at 4.27 TB/s, or products at
-800 TFLOP/s if that is longer.
+come from the L2 cache. "layer" is qkv_write and decode, one after the other as in a step. `floor_us` is the time that
+keys and values take to be read once at 4.27 TB/s, or products at 800 TFLOP/s if that is longer.
 
     python benchmarks/attention.py
 """
@@ -81,6 +81,17 @@ def between(pools: torch.Tensor, tokens: int) -> Callable[[], object]:
     return partial(qkv_write, q, k, v, weights[0], weights[1], *turns, *places, pools[0], pools[1], 1e-6)  # type: ignore[call-arg, arg-type]
 
 
+def layer(pools: torch.Tensor, count: int, context: int, call: int) -> Callable[[], object]:
+    write = between(pools[:, -count:], count)  # pages that nobody attends to
+    decode = attend(pools, count, context, 1, Kind.DECODE, call)
+
+    def both() -> None:
+        write()
+        decode()
+
+    return both
+
+
 def floor_us(count: int, context: int, new: int, key_heads: int) -> float:
     seen = count * (context * new - new * (new - 1) / 2)  # keys, over all queries
     moved = count * context * key_heads * SIZE * 4
@@ -104,6 +115,10 @@ def measure(pools: torch.Tensor) -> list[dict[str, Any]]:
         for context in (128, 1024, 8192, 131_072):
             calls = [attend(pools, count, context, 1, Kind.DECODE, i) for i in range(many(count, context))]
             note("decode", count, context, 1, calls, floor_us(count, context, 1, KEY_HEADS))
+    for count in (1, 8, 48):
+        for context in (64, 140, 250):
+            calls = [layer(pools, count, context, i) for i in range(8)]
+            note("layer", count, context, 1, calls, floor_us(count, context, 1, KEY_HEADS))
     for count, context in ((1, 1024), (1, 8192), (8, 8192)):
         calls = [attend(pools, count, context, 6, Kind.VERIFY, i) for i in range(many(count, context))]
         note("verify", count, context, 6, calls, floor_us(count, context, 6, KEY_HEADS))
