@@ -82,7 +82,7 @@ def library_product(residual: Tensor, x: Tensor, weight: Tensor, norm: Norm) -> 
     (rows, inputs), outputs = x.shape, len(weight)
     short = FEW_ROWS < rows <= ROWS_IN_PARTS and x.dtype in (torch.bfloat16, torch.float16)
     if not short or outputs > 32 * MULTIPROCESSORS or inputs % (16 * PARTS):
-        return torch.addmm(residual, x, weight.t()), None
+        return residual.addmm_(x, weight.t()), None  # in place: else the library copies the residual first
     ours = x.unflatten(1, (PARTS, inputs // PARTS)).transpose(0, 1)
     theirs = weight.view(outputs, PARTS, inputs // PARTS).permute(1, 2, 0)
     return add_parts(torch.bmm(ours, theirs, out_dtype=torch.float32), residual, x.dtype, norm)

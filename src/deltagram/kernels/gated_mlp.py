@@ -4,8 +4,8 @@
     gated_mlp_onto    y = residual + the same, norm(y)        see linear.py, also for how a GPU runs it
 
 Shapes: x [T, H] (rows may be strided), gate_up [2 I outputs, H] (gate's, then up's), down [H outputs, I], Packed or
-tensors; norm (scale fp32 [H], eps), residual [T, H]. Returns [T, H] in x's dtype, one or two; rows of one may be
-strided.
+tensors; norm (scale fp32 [H], eps), residual [T, H], which is used up. Returns [T, H] in x's dtype, one or two; rows of
+one may be strided.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ that are no multiple of 16, are the library's product, which _parts.py asks for.
 are added up; else it is a launch of its own.
 
 Shapes: x [T, inputs] (rows may be strided), weight [outputs, inputs], a Packed (see _packed.py) or a tensor of x's
-dtype, norm (scale fp32 [outputs], eps), residual [T, outputs] (rows may be strided). Returns [T, outputs] in x's dtype,
-one or two; rows of one may be strided.
+dtype, norm (scale fp32 [outputs], eps), residual [T, outputs] (rows may be strided), which is used up: y may take its
+memory. Returns [T, outputs] in x's dtype, one or two; rows of one may be strided.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class Linear:
         return linear(x, self._weight.matrix)
 
     def onto(self, residual: Tensor, x: Tensor, norm: "RMSNorm") -> tuple[Tensor, Tensor]:
-        """residual [T, outputs], x [T, inputs] -> their sum, [T, outputs], and `norm` of it."""
+        """residual [T, outputs], which is used up, x [T, inputs] -> their sum, [T, outputs], and `norm` of it."""
         return linear_onto(residual, x, self._weight.matrix, norm.fused)
 
     def split(self, x: Tensor) -> Sequence[Tensor]:

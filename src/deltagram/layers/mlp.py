@@ -19,7 +19,7 @@ class MLP:
         return gated_mlp(x, self.gate_up.matrix, self.down.matrix)
 
     def onto(self, residual: Tensor, x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """residual [T, H], x [T, H] -> their sum, [T, H], and `norm` of it."""
+        """residual [T, H], which is used up, x [T, H] -> their sum, [T, H], and `norm` of it."""
         return gated_mlp_onto(residual, x, self.gate_up.matrix, self.down.matrix, norm.fused)
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
