@@ -74,7 +74,9 @@ def test_drafts_are_whatever_stands_for_integers() -> None:
     for wrong in (5.0, np.float32(5), True, np.True_, "5", None, -1, 100, np.int64(100), [5], np.zeros((1, 2), int)):
         with pytest.raises(ValueError, match="drafts must be token ids from 0 to 99, got "):
             drafted([4, wrong])
-    for answer in (5, None, iter([5]), np.int64(5)):
+    with pytest.raises(ValueError, match="drafts must be token ids from 0 to 99, got True"):
+        drafted(torch.tensor([True, False]))
+    for answer in (5, None, iter([5]), {5}, np.int64(5), np.array(5), torch.tensor(5)):
         with pytest.raises(ValueError, match="a drafter must return a sequence of token ids, such as a list, got "):
             drafted(answer)
 

@@ -15,7 +15,7 @@ The first two need a request's last token on the host before its next step is pl
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import index
@@ -142,7 +142,9 @@ class Speculation:
         else:
             assert not isinstance(self.drafter, type)
             drafts = self.drafter(tuple(request.tokens), wanted)
-            if not isinstance(drafts, Collection):  # an iterator may never end
+            if hasattr(drafts, "tolist"):  # an array or a tensor, wherever it lies
+                drafts = drafts.tolist()
+            if not isinstance(drafts, Sequence):  # an iterator may never end
                 raise ValueError(f"a drafter must return a sequence of token ids, such as a list, got {drafts!r:.200}")
             drafts = [_token(draft, vocab_size) for draft in drafts]
         request.drafts = _cut(tuple(drafts)[:wanted], request.end_token_ids)
