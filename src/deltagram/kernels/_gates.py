@@ -8,10 +8,11 @@ bounds of an exchange between ranks change no bits: MOST_TOKENS and MOST_GATHERE
 # faster on an H200.
 FEW_ROWS = 16
 
-# Up to here gated products on compute capability 9.0 are those of _some_rows.py: its tiles have so many rows of x.
+# Up to here products on compute capability 9.0 are those of _some_rows.py: its tiles have so many rows of x.
 SOME_ROWS = 64
 
-# Up to here weights with few outputs are multiplied in parts (_some_rows.py): so many rows were measured on an H200.
+# Up to here the library multiplies a weight with few outputs in parts, where the product adds to a residual (_parts.py):
+# so many rows were measured on an H200.
 ROWS_IN_PARTS = 96
 
 # Up to here kernels/hyper_mix.py fuses its products with what lies between them. They take 16 rows at a time and read

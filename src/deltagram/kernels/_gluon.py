@@ -20,8 +20,8 @@ except ImportError as error:
     GLUON_ERROR = error
 
 __all__ = [
-    "TensorDescriptor", "async_copy", "check", "gl", "gluon_jit", "launch_dependents", "mbarrier", "mma_v2", "tma",
-    "wait", "wait_then_launch", "warpgroups",
+    "TensorDescriptor", "async_copy", "check", "gl", "gluon_jit", "mbarrier", "mma_v2", "tma", "wait",
+    "wait_then_launch", "warpgroups",
 ]  # fmt: skip
 
 

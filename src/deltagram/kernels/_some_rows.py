@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltagram.kernels._few_rows import MULTIPROCESSORS, aligned
+from deltagram.kernels._few_rows import MULTIPROCESSORS, TILES, aligned
 from deltagram.kernels._gates import FEW_ROWS, SOME_ROWS
 from deltagram.kernels._gluon import (
     TensorDescriptor,
@@ -234,7 +234,6 @@ PARTS = 4
 _INPUTS = 64  # of a block: 128 bytes, the widest that the tensor cores read without conflicts
 _BLOCKS = 2  # of a step, which costs a wait
 _ROOM = 214_000  # bytes of shared memory for rings
-_TILES = ((64, 0), (64, 8), (64, 16), (64, 32), (32, 0), (32, 8), (32, 16), (16, 0), (16, 8))
 # Registers are left for the kernels around it to be in place. One warp more asks for copies.
 _OPTIONS = {"num_warps": 4, "maxnreg": 128}
 
@@ -248,7 +247,7 @@ def _constants(outputs: int, inputs: int, gated: bool, adds: bool) -> dict[str, 
     def busiest(tile: tuple[int, int]) -> int:
         return -(-_jobs(outputs, tile, parts) // MULTIPROCESSORS) * (sum(tile) * pieces + SOME_ROWS)
 
-    width, extra = min(_TILES, key=busiest)
+    width, extra = min(TILES, key=busiest)
     stages = _ROOM // (((width + extra) * pieces + SOME_ROWS) * _INPUTS * _BLOCKS * 2)
     sizes = {"BM": SOME_ROWS, "BN": width, "EX": extra, "BK": _INPUTS, "BLOCKS": _BLOCKS}
     return {"PIECES": pieces, "ADDS": adds and parts == 1, **sizes, "PARTS": parts, "STAGES": stages}
