@@ -11,8 +11,8 @@ FEW_ROWS = 16
 # Up to here products on compute capability 9.0 are those of _some_rows.py: its tiles have so many rows of x.
 SOME_ROWS = 64
 
-# Up to here the library multiplies a weight with few outputs in parts, where the product adds to a residual (_parts.py):
-# so many rows were measured on an H200.
+# Up to here the library multiplies a weight with few outputs in parts, where the product adds to a residual
+# (_parts.py): so many rows were measured on an H200.
 ROWS_IN_PARTS = 96
 
 # Up to here kernels/hyper_mix.py fuses its products with what lies between them. They take 16 rows at a time and read
