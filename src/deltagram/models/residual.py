@@ -35,8 +35,8 @@ class DecoderLayer:
     def __call__(
         self, x: Tensor, normed: Tensor, table: SequenceTable, rotary: Rotary, rows: Tensor | None, following: RMSNorm
     ) -> tuple[Tensor, Tensor]:
-        """x, which is used up, and `input_norm` of it -> the new x and `following` of it: what makes x takes its norm on
-        the way. Past the mixer only `rows` go on, if given."""
+        """x, which is used up, and `input_norm` of it -> the new x and `following` of it: what makes x takes its norm
+        on the way. Past the mixer only `rows` go on, if given."""
         if isinstance(self.mixer, Attention):
             heads = self.mixer.heads(normed, table, rotary)
         else:
