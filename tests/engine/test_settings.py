@@ -82,8 +82,9 @@ def test_fewer_heads_take_more_sequences() -> None:
 @pytest.mark.usefixtures("on_gpu")
 def test_steps_and_contexts_too_large_for_an_indexer(indexed: Qwen4ExpConfig) -> None:
     most: dict[str, Any] = {"max_context": 65_535 // 4 * 64, "max_num_tokens": 2**18 // 8}
-    assert refused(indexed, **most) == ""
-    assert refused(indexed, max_num_tokens=32_769) == (
+    assert refused(indexed, **most) == "" == refused(indexed)
+    assert resolve(Settings(device="cuda"), indexed).max_context == most["max_context"]
+    assert refused(indexed, max_num_tokens=32_769, max_context=2**20) == (
         "- max_num_tokens must be at most 32768 on a GPU with the model's 8 heads of keys, got 32769\n"
         "- max_context must be at most 1048512 on a GPU with the model's indexer of blocks of 16 tokens, got 1048576"
     )

@@ -27,7 +27,8 @@ class Settings:
 
     device: "auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N".
     dtype: what the model computes in: "auto" (float32 on a CPU, bfloat16 on a GPU), "float32" or "bfloat16".
-    max_context: tokens a request may reach, prompt and output together; the model's own limit if None.
+    max_context: tokens a request may reach, prompt and output together; if None the model's own limit, or what the
+        kernels of an indexer take on a GPU, if that is less.
     max_num_sequences: requests that run at once; others wait.
     max_num_tokens: tokens of the largest step, at least 63 + max_num_sequences, or + (1 + num_draft) *
         max_num_sequences with speculation; longer prompts are run in chunks.
@@ -189,7 +190,7 @@ def resolve(settings: Settings, config: ModelConfig) -> Resolved:
     resolved = Resolved(
         device,
         dtype,
-        settings.max_context or limit,
+        settings.max_context or (limit if device.type == "cpu" else min(limit, _longest(config))),
         settings.max_num_sequences,
         settings.max_num_tokens,
         settings.cache_bytes,
@@ -245,15 +246,21 @@ def _too_large(settings: Resolved, config: ModelConfig) -> list[str]:
         problems.append(
             f"max_num_tokens must be at most {most // 8 * 8} on a GPU with the model's {heads}, got {tokens}"
         )
-    block = config.indexer_compress_ratio
-    page = page_size(block)
-    longest = MOST_BLOCKS // (page // block) * page
-    if context > longest:
+    if context > _longest(config):
         problems.append(
-            f"max_context must be at most {longest} on a GPU with the model's indexer of blocks of {block} tokens, "
-            f"got {context}"
+            f"max_context must be at most {_longest(config)} on a GPU with the model's indexer of blocks of "
+            f"{config.indexer_compress_ratio} tokens, got {context}"
         )
     return problems
+
+
+def _longest(config: ModelConfig) -> int:
+    """The longest context whose blocks the kernels of an indexer can number."""
+    positions = config.max_position_embeddings
+    if not isinstance(config, Qwen4ExpConfig) or FULL not in config.layer_types or config.indexer_budget >= positions:
+        return positions
+    page = page_size(config.indexer_compress_ratio)
+    return MOST_BLOCKS // (page // config.indexer_compress_ratio) * page
 
 
 def find_device(name: str, problems: list[str]) -> torch.device:
