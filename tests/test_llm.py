@@ -90,6 +90,11 @@ def test_streams_and_prompt_logits_refuse_the_same_at_the_call(llm: LLM, prompt:
         llm.prompt_logits(prompt)
 
 
+def test_a_stream_of_several_texts_is_refused(llm: LLM) -> None:
+    with pytest.raises(ValueError, match=r"one prompt was expected, got \['a', 'b'\]; generate takes several"):
+        llm.stream(["a", "b"], GREEDY)  # type: ignore[arg-type]
+
+
 def test_one_refused_prompt_keeps_all_from_running(llm: LLM) -> None:
     before = llm.stats.num_steps
     with pytest.raises(ValueError, match="got 999"):

@@ -206,6 +206,8 @@ class LLM:
             return self.tokenizer.encode(prompt)
         if not _is_sequence(prompt):
             raise ValueError(f"a prompt must be a text or a list of token ids, got {prompt!r:.200}")
+        if prompt and all(isinstance(token, str) for token in prompt):
+            raise ValueError(f"one prompt was expected, got {prompt!r:.200}; generate takes several")
         return prompt
 
     def _run(self, requests: Sequence[Request]) -> Generator[Delta, None, None]:
