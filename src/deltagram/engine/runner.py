@@ -187,8 +187,8 @@ class Runner:
         says."""
         plan, advance = scheduled.plan, self.slots.advance
         for entry, request in zip(plan.entries, scheduled.requests, strict=True):
-            _, generation, slot, _, num_new, start, num_draft, _, uncertain, _, _ = entry
-            advance(slot, generation, request.id, start, num_new, num_draft, uncertain)
+            which = entry.slot, entry.generation, request.id
+            advance(*which, entry.start, entry.num_new, entry.num_draft, entry.uncertain)
         with self._on_stream, self._range(f"step {plan.step_id} {plan.name} {plan.bucket}"):
             return self._launch(scheduled)
 
