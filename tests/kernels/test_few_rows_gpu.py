@@ -18,9 +18,11 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-# outputs, inputs: tiles of each width, with extra outputs and without; sizes that fill none; the library's
+# outputs, inputs: tiles of each width, with extra outputs and without; sizes that fill none, one of them with a part
+# of the inputs that holds none; the library's
 SHAPES = (
-    (12352, 2560), (5120, 1024), (2560, 4096), (1024, 2048), (2560, 9216), (8224, 1024), (333, 208), (40, 96), (50, 333)
+    (12352, 2560), (5120, 1024), (2560, 4096), (1024, 2048), (2560, 9216), (8224, 1024), (333, 208), (2000, 1040),
+    (40, 96), (50, 333),
 )  # fmt: skip
 ROWS = (1, 2, 8, 9, FEW_ROWS, FEW_ROWS + 1, 33, SOME_ROWS, ROWS_IN_PARTS, ROWS_IN_PARTS + 1, 200)
 

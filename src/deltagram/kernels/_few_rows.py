@@ -169,10 +169,11 @@ def tile_of(outputs: int) -> Tile:
 
 
 def aligned(x: Tensor) -> tuple[Tensor, int]:
-    """x [T, K] and its stride, so that rows start at a multiple of 32 bytes, as copies need it."""
+    """x [T, K] and its stride, so that rows start at a multiple of 32 bytes and none shares another's memory, as copies
+    need it."""
     stride = x.stride(0) if len(x) > 1 else x.shape[1]
     assert x.stride(1) == 1
-    if stride % 16 or x.data_ptr() % 32:
+    if stride % 16 or stride < x.shape[1] or x.data_ptr() % 32:
         return x.clone(memory_format=torch.contiguous_format), x.shape[1]
     return x, stride
 
