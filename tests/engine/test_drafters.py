@@ -67,6 +67,41 @@ def drafted(drafts: Any) -> tuple[int, ...]:
     return request.drafts
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen4_exp"])
+def test_a_head_that_nobody_asks_only_remembers(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And has the cache that it would have had, when somebody asks again."""
+    folder = write_tiny_checkpoint(tmp_path / "tiny", **TINY_SHAPES[family] | {"mtp": True})
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+
+    def run(remembers: bool) -> tuple[Any, list[tuple[int, ...]], int]:
+        llm = LLM(
+            folder, device="cpu", dtype="float32", max_context=CONTEXT, speculation="mtp", num_draft=2,
+            adaptive_drafts=False,
+        )  # fmt: skip
+        head, scheduler, drafted, remembered = llm.engine.model.mtp, llm.engine.scheduler, [], [0]
+        assert head is not None
+        draft, remember, wanted = head.draft, head.remember, scheduler._wanted
+
+        def drafting(*arguments: Any) -> Any:
+            made = draft(*arguments)
+            drafted.append(tuple(made[0].argmax(-1).tolist()))
+            return made
+
+        def remembering(*arguments: Any) -> None:
+            remembered[0] += 1
+            (remember if remembers else draft)(*arguments)
+
+        monkeypatch.setattr(head, "draft", drafting)
+        monkeypatch.setattr(head, "remember", remembering)
+        later = lambda request, sequences: wanted(request, sequences) if len(request.tokens) > 80 else 0  # noqa: E731
+        monkeypatch.setattr(scheduler, "_wanted", later)
+        return llm.generate(list(range(5, 75)), params), drafted, remembered[0]
+
+    tokens, drafted, remembered = run(remembers=True)
+    assert drafted and remembered > 5
+    assert (tokens, drafted, remembered) == run(remembers=False)
+
+
 def test_drafts_are_whatever_stands_for_integers() -> None:
     for drafts in ([5, 6], np.array([5, 6], np.int16), [np.int64(5), np.uint8(6)], torch.tensor([5, 6])):
         assert drafted(drafts) == (5, 6) and all(type(draft) is int for draft in drafted(drafts))

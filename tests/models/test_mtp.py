@@ -244,8 +244,10 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Bench:
 
 
 @torch.inference_mode()
-def test_a_prompt_in_chunks(bench: Bench) -> None:
-    """Every pair's logits, and what is handed on, whole and of a few rows; no cache is read past what was written."""
+@pytest.mark.parametrize("remembered", [False, True])
+def test_a_prompt_in_chunks(bench: Bench, remembered: bool) -> None:
+    """Every pair's logits, and what is handed on, whole and of a few rows; no cache is read past what was written. The
+    chunks before the last may be `remembered` alone."""
     tokens = torch.randint(0, 256, (131,), generator=bench.generator).tolist()
     hidden = bench.random_hidden(130)
     logits, handed_on = bench.truth(hidden.double(), tokens[1:])
@@ -258,6 +260,9 @@ def test_a_prompt_in_chunks(bench: Bench) -> None:
             token = bench.drafting(table).follower
             assert token.tolist() == tokens[start + 1 : end + 1] + [0] * 3
             padded = torch.cat((hidden[start:end], torch.full_like(hidden[:3], 7.0)))
+            if remembered and end < 130:
+                bench.head.remember(padded, token, table)
+                continue
             got, handed = bench.head.draft(padded, token, table)
             bench.check(got[: end - start], logits[start:end], f"tokens {start} to {end}")
             bench.check(handed[: end - start], handed_on[start:end], f"hidden states {start} to {end}")

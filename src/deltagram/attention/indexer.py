@@ -41,7 +41,7 @@ class Indexer:
 
         The cache takes the tokens' index keys either way. `asking`: the rows of x that are asked for, and their table.
         """
-        assert cache.index_keys is not None and cache.block_keys is not None
+        assert cache.block_keys is not None
         queries = self.num_heads * self.head_dim
         if asking is None:
             projected, asked = self.project(x), table
@@ -49,19 +49,7 @@ class Indexer:
         else:
             projected, asked = self.project.outputs(asking[0], 0, queries), asking[1]
             keys = self.project.outputs(x, queries, queries + self.head_dim)
-        cache_write(cache.index_keys, keys, table.cache_index, table.cu_tokens)
-        pool_blocks(
-            cache.index_keys,
-            cache.block_keys,
-            self.k_norm.scale,
-            rotary.cos,
-            rotary.sin,
-            table.position,
-            table.cache_index,
-            table.cu_tokens,
-            self.block_size,
-            self.k_norm.eps,
-        )
+        self._keep(keys, table, rotary, cache)
         if not x.is_cuda and int(table.length.max()) // self.block_size <= self.top_k:
             return None
         return select_blocks(
@@ -74,6 +62,27 @@ class Indexer:
             asked.position,
             self.block_size,
             self.top_k,
+        )
+
+    def remember(self, x: Tensor, table: SequenceTable, rotary: Rotary, cache: LayerCache) -> None:
+        """The index keys of x [T, hidden] to their pages; nothing is chosen."""
+        queries = self.num_heads * self.head_dim
+        self._keep(self.project.outputs(x, queries, queries + self.head_dim), table, rotary, cache)
+
+    def _keep(self, keys: Tensor, table: SequenceTable, rotary: Rotary, cache: LayerCache) -> None:
+        assert cache.index_keys is not None and cache.block_keys is not None
+        cache_write(cache.index_keys, keys, table.cache_index, table.cu_tokens)
+        pool_blocks(
+            cache.index_keys,
+            cache.block_keys,
+            self.k_norm.scale,
+            rotary.cos,
+            rotary.sin,
+            table.position,
+            table.cache_index,
+            table.cu_tokens,
+            self.block_size,
+            self.k_norm.eps,
         )
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:

@@ -98,10 +98,7 @@ class Attention:
         asking, asked = x[rows], each_alone(table, rows)
         heads = self.project.outputs(asking, 0, queries).unflatten(1, (self.num_heads, 2 * self.head_dim))
         query, gate = heads.chunk(2, -1)
-        key, value = self.project.outputs(x, queries, sum(self.project.sizes)).chunk(2, -1)
-        key = rotary.normed(key.unflatten(1, (self.num_kv_heads, self.head_dim)), self.k_norm, table.position)
-        cache_write(cache.keys, key, table.cache_index, table.cu_tokens)
-        cache_write(cache.values, value, table.cache_index, table.cu_tokens)
+        self._keep(x, table, rotary, cache)
         sparse = self.indexer is not None and cache.index_keys is not None
         attended = paged_attention(
             rotary.normed(query, self.q_norm, asked.position),
@@ -122,6 +119,19 @@ class Attention:
             gate,
         )
         return self.out(attended.flatten(1))
+
+    def remember(self, x: Tensor, table: SequenceTable, rotary: Rotary) -> None:
+        """Keys and values of x [T, hidden] to their pages, and index keys, as `__call__` brings them there."""
+        assert self.cache is not None, "the layer has no pages"
+        self._keep(x, table, rotary, self.cache)
+        if self.indexer is not None and self.cache.index_keys is not None:
+            self.indexer.remember(x, table, rotary, self.cache)
+
+    def _keep(self, x: Tensor, table: SequenceTable, rotary: Rotary, cache: LayerCache) -> None:
+        key, value = self.project.outputs(x, 2 * self.num_heads * self.head_dim, sum(self.project.sizes)).chunk(2, -1)
+        key = rotary.normed(key.unflatten(1, (self.num_kv_heads, self.head_dim)), self.k_norm, table.position)
+        cache_write(cache.keys, key, table.cache_index, table.cu_tokens)
+        cache_write(cache.values, value, table.cache_index, table.cu_tokens)
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         named = self.project.tensors(prefix) | self.out.tensors(prefix)

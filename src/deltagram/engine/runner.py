@@ -336,6 +336,9 @@ class Runner:
         assert hidden is not None
         with self._range("draft"):
             drafting = prepare_drafts(table, history, table.wanted, max(table.bucket.max_draft, 1))
+            if self.stream is None and not table.wanted.any():
+                head.remember(hidden, drafting.follower, table)
+                return
             logits, hidden = head.draft(hidden, drafting.follower, table, drafting.first)
             tokens = [logits.argmax(-1)]
             for one_pass in drafting.tables:

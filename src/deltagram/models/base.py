@@ -31,6 +31,10 @@ class DraftHead(Protocol):
         logits [n, vocab] of the token after that, and hidden states [n, ...] for the next pass."""
         ...
 
+    def remember(self, hidden: Tensor, token: Tensor, table: SequenceTable) -> None:
+        """What `draft` keeps of a step's tokens, and no more: for steps on a CPU after which nobody wants drafts."""
+        ...
+
     def weights(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Weight]:
         """As Model.weights, of the head's own."""
         ...

@@ -64,6 +64,8 @@ class MTPHead:
         else:
             assert isinstance(config, Qwen35Config | Qwen3NextConfig)
             self.layer = residual.DecoderLayer(config, True, dense_mlp(config, make), make)
+        assert isinstance(self.layer.mixer, Attention)
+        self.attention = self.layer.mixer
         self.norm = RMSNorm(size, eps, make)
 
     def draft(
@@ -72,10 +74,17 @@ class MTPHead:
         """hidden [T, H], of the model or of the pass before, and the token after each, int [T] -> logits [n, vocab] of
         the token after that, and hidden states [n, H] for the next pass; of `rows` (int64 [n]) alone, if given. The
         layer's cache takes every token of the table."""
-        words = self.norm_embedding(self.model.embedding(token))
-        x = self.fc(torch.cat((words, self.norm_hidden(hidden)), -1))
+        x = self._pairs(hidden, token)
         _, hidden = self.layer(x, self.layer.input_norm(x), table, self.model.rotary, rows, self.norm)
         return self.model.logits(hidden), hidden
+
+    def remember(self, hidden: Tensor, token: Tensor, table: SequenceTable) -> None:
+        """See DraftHead.remember."""
+        self.attention.remember(self.layer.input_norm(self._pairs(hidden, token)), table, self.model.rotary)
+
+    def _pairs(self, hidden: Tensor, token: Tensor) -> Tensor:
+        words = self.norm_embedding(self.model.embedding(token))
+        return self.fc(torch.cat((words, self.norm_hidden(hidden)), -1))
 
     def weights(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Weight]:
         """See Model.weights."""
@@ -105,18 +114,27 @@ class StreamMTPHead:
         self.fc_embedding = Linear(size, {"fc_embedding": size}, make)
         self.fc_hidden = Linear(size, {"fc_hidden": size}, make)
         self.layer = qwen4_exp.DecoderLayer(config, True, False, make)
+        assert isinstance(self.layer.mixer, Attention)
+        self.attention = self.layer.mixer
         self.mixer = HyperConnection(size, config.hc_count, config.hc_lowrank, eps, make, inject=False)
 
     def draft(
         self, hidden: Tensor, token: Tensor, table: SequenceTable, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """As MTPHead.draft, with hidden states [T, streams, H] and [n, streams, H]."""
-        words = self.fc_embedding(self.norm_embedding(self.model.embedding(token)))
-        normed = self.norm_hidden(hidden.flatten(1)).view_as(hidden)
-        streams = words[:, None] + self.fc_hidden(normed.flatten(0, 1)).view_as(hidden)
-        streams, last = self.layer(streams, None, table, self.model.rotary, rows)
+        streams, last = self.layer(self._pairs(hidden, token), None, table, self.model.rotary, rows)
         HyperConnection.leave(streams, *last)
         return self.model.embedding.logits(self.mixer.enter(streams)[0]), streams
+
+    def remember(self, hidden: Tensor, token: Tensor, table: SequenceTable) -> None:
+        """See DraftHead.remember."""
+        x, _ = self.layer.around_mixer.enter(self._pairs(hidden, token))
+        self.attention.remember(x, table, self.model.rotary)
+
+    def _pairs(self, hidden: Tensor, token: Tensor) -> Tensor:
+        words = self.fc_embedding(self.norm_embedding(self.model.embedding(token)))
+        normed = self.norm_hidden(hidden.flatten(1)).view_as(hidden)
+        return words[:, None] + self.fc_hidden(normed.flatten(0, 1)).view_as(hidden)
 
     def weights(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Weight]:
         """See Model.weights."""
@@ -138,6 +156,5 @@ def add_head(model: Model, make: Factory) -> None:
     else:
         assert isinstance(model, residual.ResidualDecoder), model
         head = MTPHead(model, make)
-    assert isinstance(head.layer.mixer, Attention)
     model.mtp = head
-    model.attention_layers.append(head.layer.mixer)
+    model.attention_layers.append(head.attention)
