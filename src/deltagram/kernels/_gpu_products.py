@@ -12,10 +12,16 @@ from deltagram.kernels._parts import library_product
 from deltagram.kernels._some_rows import some_rows
 
 
-def product(x: Tensor, weight: Tensor) -> Tensor:
+def own_product(x: Tensor, weight: Tensor, gated: bool = False) -> Tensor | None:
+    """By a kernel of ours, or None: for the library. `gated`: of a weight of gate and up."""
     if few_rows(x):
-        return _few_rows.product(x, weight)
-    return _some_rows.product(x, weight)[0] if some_rows(x) else F.linear(x, weight)
+        return _few_rows.product(x, weight, gated=gated)
+    return _some_rows.product(x, weight, gated=gated)[0] if some_rows(x) else None
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    y = own_product(x, weight)
+    return F.linear(x, weight) if y is None else y
 
 
 def product_onto(residual: Tensor, x: Tensor, weight: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,7 @@
 """Products whose inputs are cut into parts: sums of each, in fp32, and one launch that adds them, in order, to a
 residual, and takes the norm that follows.
 
-The library's product of some rows with a weight of few outputs does this itself, but first copies the residual, and
-adds up in two launches more.
+The library's product of some rows with a weight of few outputs does this itself, but adds up in two launches more.
 
 Shapes: partial fp32 [P, T, N] contiguous, residual [T, N] (rows may be strided), norm (fp32 [N], eps), x [T, K] (rows
 may be strided), weight [N, K]. Returns y [T, N] in the residual's or x's dtype, rounded once; and norm(y) of what y was
@@ -57,7 +56,12 @@ def _kernel(  # type: ignore[no-untyped-def]
         tl.store(normed_out + row * SIZE + column, value.to(normed_out.dtype.element_ty), mask=inside)
 
 
-PARTS = 4  # of the library's products
+PARTS = 4
+
+
+def few_outputs(outputs: int) -> bool:
+    """Whether tiles of 64 outputs, each a program, would leave half of the multiprocessors idle."""
+    return outputs <= 32 * MULTIPROCESSORS
 
 
 def add_parts(
@@ -78,10 +82,10 @@ def add_parts(
 
 
 def library_product(residual: Tensor, x: Tensor, weight: Tensor, norm: Norm) -> tuple[Tensor, Tensor | None]:
-    """The library's, in parts where that is faster: if 64 outputs each leave half of the multiprocessors idle."""
+    """The library's, of some rows with few outputs in parts."""
     (rows, inputs), outputs = x.shape, len(weight)
     short = FEW_ROWS < rows <= ROWS_IN_PARTS and x.dtype in (torch.bfloat16, torch.float16)
-    if not short or outputs > 32 * MULTIPROCESSORS or inputs % (16 * PARTS):
+    if not short or not few_outputs(outputs) or inputs % (16 * PARTS):
         return residual.addmm_(x, weight.t()), None  # in place: else the library copies the residual first
     ours = x.unflatten(1, (PARTS, inputs // PARTS)).transpose(0, 1)
     theirs = weight.view(outputs, PARTS, inputs // PARTS).permute(1, 2, 0)

@@ -39,7 +39,7 @@ from deltagram.kernels._gluon import (
     warpgroups,
 )
 from deltagram.kernels._norm import Norm
-from deltagram.kernels._parts import add_parts
+from deltagram.kernels._parts import PARTS, add_parts, few_outputs
 from deltagram.kernels._triton import Build
 
 
@@ -230,7 +230,6 @@ def _kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-PARTS = 4
 _INPUTS = 64  # of a block: 128 bytes, the widest that the tensor cores read without conflicts
 _BLOCKS = 2  # of a step, which costs a wait
 _ROOM = 214_000  # bytes of shared memory for rings
@@ -242,7 +241,7 @@ def _constants(outputs: int, inputs: int, gated: bool, adds: bool) -> dict[str, 
     """The tile whose busiest multiprocessor has least to read: by the weight's shape alone, since parts decide the
     order of sums."""
     pieces = 2 if gated else 1
-    parts = PARTS if not gated and outputs <= 32 * MULTIPROCESSORS and inputs >= 4 * PARTS * _INPUTS else 1
+    parts = PARTS if not gated and few_outputs(outputs) and inputs >= 4 * PARTS * _INPUTS else 1
 
     def busiest(tile: tuple[int, int]) -> int:
         return -(-_jobs(outputs, tile, parts) // MULTIPROCESSORS) * (sum(tile) * pieces + SOME_ROWS)

@@ -14,11 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltagram.kernels import _few_rows, _some_rows
-from deltagram.kernels._few_rows import few_rows
-from deltagram.kernels._gpu_products import product, product_onto
+from deltagram.kernels._gpu_products import own_product, product, product_onto
 from deltagram.kernels._norm import Norm, compiled_norm, plain_norm
 from deltagram.kernels._packed import Matrix, Packed, dense
-from deltagram.kernels._some_rows import some_rows
 from deltagram.kernels._triton import Build, Impl, choose, dependent_launch, jit, on_cpu, tl
 
 
@@ -93,9 +91,8 @@ def _gate(gate_up: Tensor) -> Tensor:
 def _inner(x: Tensor, gate_up: Matrix) -> Tensor:
     """silu(gate(x)) * up(x), [T, I]."""
     matrix = dense(gate_up, x)
-    if few_rows(x):
-        return _few_rows.product(x, matrix, gated=True)
-    return _some_rows.product(x, matrix, gated=True)[0] if some_rows(x) else _gate(F.linear(x, matrix))
+    y = own_product(x, matrix, gated=True)
+    return _gate(F.linear(x, matrix)) if y is None else y
 
 
 def _launch(x: Tensor, gate_up: Matrix, down: Matrix) -> Tensor:
