@@ -21,7 +21,7 @@ from torch import Tensor
 
 from deltagram.attention.cache import LayerCache, page_size
 from deltagram.gdn.core import LayerState
-from deltagram.gdn.state import allocate, ring_length
+from deltagram.gdn.state import STORED_EVERY, allocate, recent_rings, ring_length
 from deltagram.layers.basic import Factory
 from deltagram.models.config import Qwen35Config, parse_config
 from deltagram.models.qwen3_5 import Qwen35
@@ -79,9 +79,11 @@ class Step:
         for layer in self.model.linear_layers:
             state = layer.num_value_heads, layer.value_dim, layer.key_dim
             ring = ring_length(layer.conv_reach, 0), layer.channels
+            heads = layer.num_key_heads, *state
             layer.state = LayerState(
                 allocate(requests, state, torch.float32, DEVICE, False),
                 allocate(requests, ring, torch.bfloat16, DEVICE, False),
+                recent_rings(requests, STORED_EVERY, 0, *heads, torch.bfloat16, DEVICE, False),
             )
         self.page = page_size(1)
         pages = 4096 // self.page
@@ -93,10 +95,10 @@ class Step:
         """Of a decode step of `tokens` requests, or of one prompt."""
         count = tokens if kind is Kind.DECODE else 1
         begun = CONTEXT if kind is Kind.DECODE else 0
-        history = TokenHistory(self.requests + 1, 4096, DEVICE)
+        history = TokenHistory(self.requests + 1, 4096, DEVICE, STORED_EVERY)
         history.tokens.random_(0, 1000)
         history.lengths.fill_(begun + tokens // count)
-        history.committed.fill_(1)
+        history.untaken.copy_((begun + torch.arange(self.requests + 1) - 1) % STORED_EVERY)  # long after a prompt
         entries = tuple(Entry(i, 0, i, kind, tokens // count, begun) for i in range(count))
         plan = StepPlan(0, Bucket(tokens, count, kind is Kind.PREFILL), entries)
         packed = torch.from_numpy(pack(plan, self.page, self.requests, self.requests)).to(DEVICE)

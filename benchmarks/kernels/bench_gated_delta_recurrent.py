@@ -24,11 +24,12 @@ def calls(n: int, pool: torch.Tensor) -> tuple[list[Any], list[Any]]:
     v = torch.randn(n, HV, V, device="cuda").bfloat16()
     g, beta = -torch.rand(n, HV, device="cuda"), torch.rand(n, HV, device="cuda")
     kind, start, pending = (torch.zeros(n, dtype=torch.int32, device="cuda") for _ in range(3))
+    stores = torch.ones_like(kind)
     cu_tokens = torch.arange(n + 1, dtype=torch.int32, device="cuda")
     out = torch.empty_like(v)
 
     def step(slot: torch.Tensor) -> None:
-        gated_delta_recurrent(q, k, v, g, beta, pool, kind, cu_tokens, start, pending, slot, out)
+        gated_delta_recurrent(q, k, v, g, beta, pool, kind, cu_tokens, start, pending, stores, slot, out)
 
     firsts = [i * n % SLOTS for i in range(max(2, min(64, SLOTS // n)))]
     slots = [torch.arange(first, first + n, dtype=torch.int32, device="cuda") for first in firsts]

@@ -65,7 +65,7 @@ class Pair:
 
 
 def _texts(runner: Runner) -> list[Tensor]:
-    return [runner.history.tokens, runner.history.lengths, runner.history.committed, runner.page_table]
+    return [runner.history.tokens, runner.history.lengths, runner.history.untaken, runner.page_table]
 
 
 def _kept(runner: Runner) -> list[Tensor]:

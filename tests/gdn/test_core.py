@@ -16,8 +16,8 @@ SHAPE = CoreShape(heads=1, value_heads=2, key_dim=4, value_dim=8)
 CPU = torch.device("cpu")
 
 
-def make(num_slots: int = 4, max_draft: int = 0, dtype: torch.dtype = torch.float64) -> CoreSteps:
-    return CoreSteps(SHAPE, num_slots, dtype, CPU, max_draft)
+def make(num_slots: int = 4, max_draft: int = 0, every: int = 1) -> CoreSteps:
+    return CoreSteps(SHAPE, num_slots, torch.float64, CPU, max_draft, every=every)
 
 
 def check(outputs: torch.Tensor, expected: torch.Tensor) -> None:
@@ -79,6 +79,26 @@ def test_accepted_drafts_reach_the_state_without_another_draft() -> None:
     check(steps.step([Part(stream, DECODE)])[0], outputs[9:10])
 
 
+@pytest.mark.parametrize("every", [2, 3, 5])
+def test_a_state_is_stored_every_so_often(every: int) -> None:
+    """In turn by those of one start, and never later than that; what is not yet in it is in each output."""
+    steps = make(every=every)
+    streams = [steps.stream(30, slot) for slot in range(3)]
+    expected = [oracle(steps, stream) for stream in streams]
+    steps.step([Part(stream, PREFILL, 7) for stream in streams])
+    stored = []
+    for t in range(7, 30):
+        for result, (outputs, _) in zip(steps.step([Part(s, DECODE) for s in streams]), expected, strict=True):
+            check(result, outputs[t : t + 1])
+        for stream, (_, states) in zip(streams, expected, strict=True):
+            check(state_of(steps, stream), states[t - stream.pending])
+        stored.append([stream.pending == 0 for stream in streams])
+    for turns in zip(*stored, strict=True):
+        first = turns.index(True)
+        assert first < every and list(turns[first:]) == [i % every == 0 for i in range(len(turns) - first)]
+    assert len({turns.index(True) for turns in zip(*stored, strict=True)}) == min(every, 3)
+
+
 @functools.cache
 def three_streams() -> list[tuple[Stream, torch.Tensor, torch.Tensor]]:
     """Requests, their outputs and their states: the same whatever `max_draft`, which draws no weights."""
@@ -90,8 +110,9 @@ def three_streams() -> list[tuple[Stream, torch.Tensor, torch.Tensor]]:
 @given(st.data())
 @settings(max_examples=30, deadline=None)
 def test_any_schedule_gives_each_request_alone(data: st.DataObject) -> None:
-    """Chunks, decode, drafts accepted or not, preemption and slots that change hands, in any order and any padding."""
-    steps = make(num_slots=3, max_draft=data.draw(st.integers(0, 3)))
+    """Chunks, decode, drafts accepted or not, preemption and slots that change hands, in any order and any padding; and
+    states that are stored every so often."""
+    steps = make(num_slots=3, max_draft=data.draw(st.integers(0, 3)), every=data.draw(st.integers(1, 4)))
     streams = [replace(stream) for stream, _, _ in three_streams()]
     expected = [(outputs, states) for _, outputs, states in three_streams()]
     prompts = [data.draw(st.integers(1, 80)) for _ in streams]
@@ -121,14 +142,14 @@ def test_any_schedule_gives_each_request_alone(data: st.DataObject) -> None:
 
 def test_an_empty_step_and_padding_touch_nothing() -> None:
     steps = make(max_draft=2)
-    for tensor in (steps.state.recurrent, steps.state.conv, *(steps.state.drafts or ())):
+    for tensor in (steps.state.recurrent, steps.state.conv, *(steps.state.recent or ())):
         tensor.normal_()
-    before = [steps.state.recurrent.clone(), steps.state.conv.clone(), *(x.clone() for x in steps.state.drafts or ())]
+    before = [steps.state.recurrent.clone(), steps.state.conv.clone(), *(x.clone() for x in steps.state.recent or ())]
     for bucket in (Bucket(0, 0, True), Bucket(4, 2, True), Bucket(4, 2, False), Bucket(1, 1, False)):
         steps.step([], bucket)
     stream = steps.stream(3, 1)
     steps.step([Part(stream, PREFILL, 3)], Bucket(9, 5, True))
-    after = (steps.state.recurrent, steps.state.conv, *(steps.state.drafts or ()))
+    after = (steps.state.recurrent, steps.state.conv, *(steps.state.recent or ()))
     others = [0, 2, 3, 4]  # every slot but the one that ran, the pad slot too
     assert all(torch.equal(a[others], b[others]) for a, b in zip(after, before, strict=True))
     assert not torch.equal(after[0][1], before[0][1])

@@ -35,7 +35,7 @@ def step(seed: int) -> tuple[dict[str, Tensor], list[tuple[int, int, int, list[i
         "num_draft": torch.tensor([max(count - 1, 0) for count in counts] + [0] * spare, **int32),
         "tokens": tokens,
         "lengths": torch.full((ROWS,), -5, **int32),
-        "committed": torch.full((ROWS,), -6, **int32),
+        "untaken": torch.arange(ROWS, **int32),
         "steps": torch.tensor([41]),
         "out": torch.full((len(rows) + spare, 2 + MAX_DRAFT), -7, **int32),
     }
@@ -56,7 +56,7 @@ def test_the_longest_agreeing_drafts_and_one_token_are_committed(body: Impl) -> 
                 a += 1
             seen.add((len(sampled) - 1, a))
             expected["tokens"][row, begin + a] = sampled[a]
-            expected["lengths"][row], expected["committed"][row] = begin + a + 1, a + 1
+            expected["lengths"][row], expected["untaken"][row] = begin + a + 1, row + a
             expected["out"][n, : a + 2] = torch.tensor([a + 1, *sampled[: a + 1]])
         given = {name: tensor.to(device) for name, tensor in arguments.items()}
         commit_tokens(**given, impl=body)

@@ -31,7 +31,7 @@ def step(seed: int, padded: bool) -> tuple[list[Tensor], int]:
         torch.tensor([[*divmod(entry, PAGES), draw.randrange(99)] for entry in granted], dtype=torch.int32),
         torch.tensor([[draw.randrange(1000) for _ in range(CONTEXT)] for _ in range(ROWS)], dtype=torch.int32),
         lengths,
-        torch.tensor([draw.randint(0, 4) for _ in range(ROWS)], dtype=torch.int32),
+        torch.tensor([draw.randint(0, 7) for _ in range(ROWS)], dtype=torch.int32),
         torch.tensor([[draw.randrange(50) for _ in range(PAGES)] for _ in range(ROWS)], dtype=torch.int32),
     ]
     return packed, sum(new) + (draw.randint(1, 5) if padded else 0)
@@ -41,12 +41,12 @@ def step(seed: int, padded: bool) -> tuple[list[Tensor], int]:
 def test_both_bodies_agree(padded: bool) -> None:
     for seed in range(100):
         packed, num_rows = step(seed, padded)
-        pages = [packed[-1].clone() for _ in range(2)]
+        written = [[tensor.clone() for tensor in packed[-2:]] for _ in range(2)]
         compiled, reference = (
-            derive_table(*packed[:-1], table, PAGE, num_rows, impl)  # type: ignore[misc, arg-type]
-            for table, impl in zip(pages, ("compiled", "reference"), strict=True)
+            derive_table(*packed[:-2], *mine, PAGE, 1 + seed % 5, num_rows, impl)  # type: ignore[misc, arg-type]
+            for mine, impl in zip(written, ("compiled", "reference"), strict=True)
         )
-        assert torch.equal(*pages)
+        assert all(torch.equal(*pair) for pair in zip(*written, strict=True))
         for ours, expected in zip(compiled, reference, strict=True):
             assert ours.dtype == expected.dtype and torch.equal(ours, expected)
 
@@ -57,10 +57,10 @@ def test_the_gpu_agrees(padded: bool) -> None:
     """Also where many tokens and sequences take several programs, and a token's page is granted in the same step."""
     for seed in range(40):
         packed, num_rows = step(seed, padded)
-        table = packed[-1].cuda()
-        ours = derive_table(*(each.cuda() for each in packed[:-1]), table, PAGE, num_rows)  # type: ignore[arg-type, misc]
-        expected = derive_table(*packed, PAGE, num_rows, "reference")  # type: ignore[arg-type, misc]
-        assert torch.equal(table.cpu(), packed[-1])
+        arguments, every = [each.cuda() for each in packed], 1 + seed % 5
+        ours = derive_table(*arguments, PAGE, every, num_rows)  # type: ignore[arg-type, misc]
+        expected = derive_table(*packed, PAGE, every, num_rows, "reference")  # type: ignore[arg-type, misc]
+        assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(arguments[-2:], packed[-2:], strict=True))
         for mine, theirs in zip(ours, expected, strict=True):
             assert mine.dtype == theirs.dtype and torch.equal(mine.cpu(), theirs)
 
@@ -81,7 +81,7 @@ def many(tokens: int, sequences: int, granted: int) -> list[Tensor]:
         grants,
         torch.randint(0, 999, (sequences + 1, tokens + 3 * sequences), dtype=torch.int32),
         torch.ones(sequences + 1, dtype=torch.int32),
-        torch.ones(sequences + 1, dtype=torch.int32),
+        torch.full((sequences + 1,), 3, dtype=torch.int32),
         torch.randint(9, 99, (sequences + 1, pages), dtype=torch.int32),
     ]
 
@@ -91,11 +91,10 @@ def many(tokens: int, sequences: int, granted: int) -> list[Tensor]:
 def test_the_gpu_agrees_on_large_steps(tokens: int, sequences: int, granted: int) -> None:
     torch.manual_seed(0)
     packed = many(tokens, sequences, granted)
-    table = packed[-1].cuda()
-    arguments = [each.cuda() for each in packed[:-1]]
-    ours = derive_table(*arguments, table, PAGE, tokens * sequences + 5)  # type: ignore[arg-type, misc]
-    expected = derive_table(*packed, PAGE, tokens * sequences + 5, "reference")  # type: ignore[arg-type, misc]
-    assert torch.equal(table.cpu(), packed[-1])
+    arguments = [each.cuda() for each in packed]
+    ours = derive_table(*arguments, PAGE, 4, tokens * sequences + 5)  # type: ignore[arg-type, misc]
+    expected = derive_table(*packed, PAGE, 4, tokens * sequences + 5, "reference")  # type: ignore[arg-type, misc]
+    assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(arguments[-2:], packed[-2:], strict=True))
     assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(ours, expected, strict=True))
 
 
@@ -118,11 +117,11 @@ def test_a_replayed_graph_takes_the_step_of_its_replay() -> None:
         ]
 
     buffers = [each.cuda() for each in padded(packed)]
-    derive_table(*buffers, PAGE, bucket[1])  # type: ignore[arg-type, misc]
+    derive_table(*buffers, PAGE, 4, bucket[1])  # type: ignore[arg-type, misc]
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = derive_table(*buffers, PAGE, bucket[1])  # type: ignore[arg-type, misc]
+        captured = derive_table(*buffers, PAGE, 4, bucket[1])  # type: ignore[arg-type, misc]
     for seed in range(20):
         packed, num_rows = step(seed, True)
         if len(packed[1]) > bucket[0] or num_rows > bucket[1]:
@@ -131,6 +130,6 @@ def test_a_replayed_graph_takes_the_step_of_its_replay() -> None:
         for buffer, value in zip(buffers, packed, strict=True):
             buffer.copy_(value)
         graph.replay()
-        expected = derive_table(*packed, PAGE, bucket[1], "reference")  # type: ignore[arg-type, misc]
-        assert torch.equal(buffers[-1].cpu(), packed[-1])
+        expected = derive_table(*packed, PAGE, 4, bucket[1], "reference")  # type: ignore[arg-type, misc]
+        assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(buffers[-2:], packed[-2:], strict=True))
         assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(captured, expected, strict=True))

@@ -39,7 +39,7 @@ def test_chunks_are_the_recurrence() -> None:
             expected_pool[line] = 0
         for t in range(int(cu_tokens[n]), int(cu_tokens[n + 1])):
             row = [x[t : t + 1] for x in (q, k, v, g, beta)]
-            where = ints([0]), ints([0, 1]), ints([0]), ints([0]), line
+            where = ints([0]), ints([0, 1]), ints([0]), ints([0]), ints([1]), line
             gated_delta_recurrent(*row, expected_pool, *where, expected[t : t + 1])
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(pool, expected_pool)

@@ -24,7 +24,9 @@ def test_one_token_is_the_formula() -> None:
     pool = torch.randn(4, HV, V, K, dtype=torch.float64)
     before, out = pool.clone(), torch.full((3, HV, V), 7.0, dtype=torch.float64)
     kinds, slots = ints(0, 0, 3), ints(2, 0, 3)
-    gated_delta_recurrent(q, k, v, g, beta, pool, kinds, ints(0, 1, 2, 2), ints(9, 9, 0), ints(0, 0, 0), slots, out)
+    gated_delta_recurrent(
+        q, k, v, g, beta, pool, kinds, ints(0, 1, 2, 2), ints(9, 9, 0), ints(0, 0, 0), ints(1, 1, 0), slots, out
+    )
     for n, slot in enumerate((2, 0)):
         for h in range(HV):
             key, query = k[n, h // 2], q[n, h // 2]
@@ -45,14 +47,19 @@ def test_drafts_are_kept_and_replayed() -> None:
     decoded = torch.empty(6, HV, V, dtype=torch.float64)
     for t in range(6):
         row = [x[t : t + 1] for x in rows]
-        gated_delta_recurrent(*row, plain, ints(0), ints(0, 1), ints(start + t), ints(0), ints(0), decoded[t : t + 1])
+        where = ints(0), ints(0, 1), ints(start + t), ints(0), ints(1), ints(0)
+        gated_delta_recurrent(*row, plain, *where, decoded[t : t + 1])
     nan = float("nan")
     rings = [torch.full((1, 7, *size), nan, dtype=torch.float64) for size in ((H, K), (HV, V), (2, HV))]
     drafted = [torch.cat([x[:3], torch.randn_like(x[3:4])]) for x in rows]
     out = torch.empty(4, HV, V, dtype=torch.float64)
-    gated_delta_recurrent(*drafted, pool, ints(1), ints(0, 4), ints(start), ints(0), ints(0), out, tuple(rings))
+    gated_delta_recurrent(
+        *drafted, pool, ints(1), ints(0, 4), ints(start), ints(0), ints(1), ints(0), out, tuple(rings)
+    )
     torch.testing.assert_close(out[:3], decoded[:3])
     rest = [x[3:] for x in rows]
     out = torch.empty(3, HV, V, dtype=torch.float64)
-    gated_delta_recurrent(*rest, pool, ints(1), ints(0, 3), ints(start + 3), ints(2), ints(0), out, tuple(rings))
+    gated_delta_recurrent(
+        *rest, pool, ints(1), ints(0, 3), ints(start + 3), ints(2), ints(1), ints(0), out, tuple(rings)
+    )
     torch.testing.assert_close(out, decoded[3:])

@@ -220,7 +220,6 @@ class Bench:
         length = int(self.history.lengths[row])
         self.history.tokens[row, length : length + len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
         self.history.lengths[row] = length + len(tokens)
-        self.history.committed[row] = len(tokens)
 
     def check(self, got: Tensor, wanted: Tensor, what: str) -> None:
         error = (got.cpu() - wanted).abs().max() / wanted.abs().max()

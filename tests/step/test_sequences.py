@@ -33,10 +33,10 @@ def parts(draw: st.DrawFn) -> list[tuple[Kind, int, int, int]]:
 @given(parts(), st.booleans(), st.randoms(use_true_random=False))
 def test_the_table_is_what_a_loop_over_the_plan_says(parts, padded, random) -> None:  # type: ignore[no-untyped-def]
     rows = random.sample(range(ROWS), len(parts))
-    history = TokenHistory(ROWS + 1, CONTEXT, CPU)
+    history = TokenHistory(ROWS + 1, CONTEXT, CPU, every := random.randint(1, 5))
     history.tokens.random_(0, 1000)
     history.lengths.fill_(-77)
-    history.committed.fill_(99)  # what rows that do not run hold must not matter
+    history.untaken.fill_(99)  # what rows that do not run hold must not matter
     page_table = torch.randint(1 << 20, 1 << 21, (ROWS + 1, PAGES), dtype=torch.int32)
     entries, grants = [], []
     for row, (kind, start, new, accepted) in zip(rows, parts, strict=True):
@@ -44,9 +44,9 @@ def test_the_table_is_what_a_loop_over_the_plan_says(parts, padded, random) -> N
         entries.append(
             Entry(row, 1, row, kind, new, start if kind is Kind.PREFILL else 0, drafts, random.random() < 0.5)
         )
-        history.lengths[row], history.committed[row] = (
+        history.lengths[row], history.untaken[row] = (
             (start + new if kind is Kind.PREFILL else start + 1),
-            accepted + 1,
+            99 if kind is Kind.PREFILL else accepted,
         )
         for index in range(-(-start // PAGE), -(-(start + new) // PAGE)):
             grants.append(PageGrant(row, index, random.randrange(100)))
@@ -79,6 +79,16 @@ def test_the_table_is_what_a_loop_over_the_plan_says(parts, padded, random) -> N
     assert column["length"] == [start + new for _, start, new, _ in parts] + [0] * spare
     assert table.start.tolist() == [start for _, start, _, _ in parts] + [0] * spare
     assert table.pending.tolist() == [accepted for *_, accepted in parts] + [0] * spare
+    stores = [
+        kind is not Kind.PREFILL and (accepted + 1 >= every or (start + row) % every == 0)
+        for row, (kind, start, _, accepted) in zip(rows, parts, strict=True)
+    ]
+    assert table.stores.tolist() == stores + [0] * spare
+    left = {
+        row: 0 if stored or kind is Kind.PREFILL else accepted + 1
+        for row, stored, (kind, _, _, accepted) in zip(rows, stores, parts, strict=True)
+    }
+    assert history.untaken.tolist() == [left.get(row, 99) for row in range(ROWS + 1)]
     ends = np.cumsum([new for _, _, new, _ in parts]).tolist()
     assert table.cu_tokens.tolist() == [0, *ends, *[total] * spare]
     chunks = [
@@ -93,7 +103,8 @@ def test_the_table_is_what_a_loop_over_the_plan_says(parts, padded, random) -> N
     assert table.token.tolist() == [int(history.tokens[rows[n], p]) for n, p in at] + [0] * spare_tokens
     places = [int(page_table[rows[n], p // PAGE]) * PAGE + p % PAGE for n, p in at]
     assert table.cache_index.tolist() == places + [-1] * spare_tokens
-    for name in ("start", "length", "pending", "sequence", "position", "token", "kind", "cu_tokens", "chunks"):
+    derived = "start", "length", "pending", "stores", "sequence", "position", "token"
+    for name in (*derived, "kind", "cu_tokens", "chunks"):
         assert getattr(table, name).dtype == torch.int32, name
     assert table.cache_index.dtype == torch.int64
 
@@ -101,11 +112,11 @@ def test_the_table_is_what_a_loop_over_the_plan_says(parts, padded, random) -> N
 def test_a_history_row_starts_over() -> None:
     history = TokenHistory(3, 8, CPU)
     history.admit(1, [5, 6, 7])
-    assert (history.lengths.tolist(), history.committed.tolist()) == ([0, 3, 0], [0, 0, 0])
+    assert (history.lengths.tolist(), history.untaken.tolist()) == ([0, 3, 0], [0, 0, 0])
     assert history.tokens[1, :3].tolist() == [5, 6, 7]
-    history.committed[1] = 2
+    history.untaken[1] = 2
     history.admit(1, [2, 2])  # another owner
-    assert history.lengths.tolist() == [0, 2, 0] and history.committed.tolist() == [0, 0, 0]
+    assert history.lengths.tolist() == [0, 2, 0] and history.untaken.tolist() == [0, 0, 0]
     assert history.tokens[1, :2].tolist() == [2, 2]
 
 

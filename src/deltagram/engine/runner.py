@@ -20,7 +20,7 @@ from deltagram.engine.sampler import SampleRow, SamplingTensors, sample
 from deltagram.engine.scheduler import Scheduled
 from deltagram.engine.settings import Resolved
 from deltagram.gdn.core import LayerState
-from deltagram.gdn.state import SlotPool, allocate, draft_rings, ring_length
+from deltagram.gdn.state import SlotPool, allocate, recent_rings, ring_length, stored_every
 from deltagram.graphs.buffers import IN_FLIGHT, Report, StepBuffers
 from deltagram.graphs.capture import StepGraphs
 from deltagram.kernels.commit_tokens import commit_tokens
@@ -82,7 +82,7 @@ class Runner:
         self.device, self.max_draft = settings.device, largest.max_draft
         self.page_size = page_size(model.block_size)
         num_slots = slots.num_slots
-        self.history = TokenHistory(num_slots + 1, settings.max_context, self.device)
+        self.history = TokenHistory(num_slots + 1, settings.max_context, self.device, stored_every(self.device))
         pages_a_request = -(-settings.max_context // self.page_size)
         self.page_table = torch.zeros(num_slots + 1, pages_a_request, dtype=torch.int32, device=self.device)
         ahead = model.run_ahead
@@ -90,7 +90,7 @@ class Runner:
         self.buffers = StepBuffers(packed_size(largest, self.page_size), *sizes, self.device)
         self._staged_pages: Tensor | None = None
         self._pools: list[Tensor] = []  # what a request's next chunk goes on from
-        self._rings: list[Tensor] = []  # what only its next step reads
+        self._rings: list[Tensor] = []  # what only its next steps read
         self._give_states(num_slots)
         self._give_pages(num_pages)
         self._give_checkpoints(settings.prefix_cache_bytes)
@@ -127,15 +127,15 @@ class Runner:
         for layer in self.model.linear_layers:
             shape = layer.num_value_heads, layer.value_dim, layer.key_dim
             ring = ring_length(layer.conv_reach, self.max_draft), layer.channels
-            drafts = None
-            if self.max_draft:
+            recent = None
+            if self.max_draft or self.history.every > 1:
                 sizes = layer.num_key_heads, layer.num_value_heads, layer.value_dim, layer.key_dim
-                drafts = draft_rings(num_slots, self.max_draft, *sizes, dtype, device, poisoned)
-                self._rings += drafts
+                recent = recent_rings(num_slots, self.history.every, self.max_draft, *sizes, dtype, device, poisoned)
+                self._rings += recent
             layer.state = LayerState(
                 allocate(num_slots, shape, self.settings.state_dtype, device, poisoned),
                 allocate(num_slots, ring, dtype, device, poisoned),
-                drafts,
+                recent,
             )
             self._pools += [layer.state.recurrent, layer.state.conv]
         for memory in self.model.memory_layers:
@@ -356,7 +356,7 @@ class Runner:
         self._draft(table, hidden)
 
     def _write(self, table: SequenceTable, tokens: Tensor) -> None:
-        history = self.history.tokens, self.history.lengths, self.history.committed
+        history = self.history.tokens, self.history.lengths, self.history.untaken
         told = self.buffers.steps, self.buffers.tokens[: table.bucket.sequences]
         synthetic = self.settings.synthetic_acceptance or 0.0
         commit_tokens(tokens, table.cu_samples, table.row, table.length, table.num_draft, *history, *told, synthetic)

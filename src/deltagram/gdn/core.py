@@ -23,12 +23,12 @@ from deltagram.step.sequences import SequenceTable
 
 @dataclass(slots=True)
 class LayerState:
-    """One layer's part of the pools: see gdn/state.py. `drafts` are the rings of k, v and gates, if steps may carry
-    drafts."""
+    """One layer's part of the pools: see gdn/state.py. `recent` are the rings of k, v and gates, if steps may carry
+    drafts or leave states for later steps to store."""
 
     recurrent: Tensor
     conv: Tensor
-    drafts: tuple[Tensor, Tensor, Tensor] | None = None
+    recent: tuple[Tensor, Tensor, Tensor] | None = None
 
 
 class Weights(NamedTuple):
@@ -65,7 +65,8 @@ def forward_core(
     Tokens stay where they are: each op takes the rows of its own kind and leaves the others. Nobody writes the rows of
     padding, and the gated norm does not read them.
     """
-    plain = not (state.drafts and table.bucket.max_draft) and state.recurrent.dtype == a.dtype == torch.float32
+    replays = state.recent is not None and (table.bucket.max_draft > 0 or table.every > 1)
+    plain = not replays and state.recurrent.dtype == a.dtype == torch.float32
     body = choose(impl, qkv, _op_by_op, _at_once, _head_by_head if plain else _op_by_op)
     return body(table, qkv, a, b, weights, state, gate, impl)
 
@@ -83,12 +84,12 @@ def _op_by_op(
     gate: Gate | None,
     impl: Impl,
 ) -> Tensor:
-    """The plain path, and that of a CPU with drafts: each op over all tokens."""
+    """The plain path, and that of a CPU where tokens may be pending: each op over all tokens."""
     t = table
     parts = _prepared(t, qkv, a, b, weights, state, impl)
     out = parts[2].new_empty(parts[2].shape)
     gated_delta_recurrent(
-        *parts, state.recurrent, t.kind, t.cu_tokens, t.start, t.pending, t.slot, out, state.drafts, impl
+        *parts, state.recurrent, t.kind, t.cu_tokens, t.start, t.pending, t.stores, t.slot, out, state.recent, impl
     )
     if t.bucket.mixed:
         _prefill(t, parts, state, out, impl)
@@ -109,8 +110,9 @@ def _at_once(
     others is what was done, or is not read."""
     t = table
     out = qkv.new_empty(len(qkv), *state.recurrent.shape[1:3])
-    pools, where = (state.conv, state.recurrent), (t.kind, t.cu_tokens, t.start, t.pending, t.slot)
-    gated_delta_decode(qkv, a, b, *weights[:3], *pools, *where, out, weights.num_key_heads, state.drafts, impl)
+    pools, where = (state.conv, state.recurrent), (t.kind, t.cu_tokens, t.start, t.pending, t.stores, t.slot)
+    heads, max_draft = weights.num_key_heads, t.bucket.max_draft
+    gated_delta_decode(qkv, a, b, *weights[:3], *pools, *where, out, heads, state.recent, max_draft, impl)
     if t.bucket.mixed:
         _prefill(t, _prepared(t, qkv, a, b, weights, state, impl), state, out, impl)
     return _gated(out, gate, t, impl)
@@ -129,7 +131,7 @@ def _head_by_head(
     gate: Gate | None,
     impl: Impl,
 ) -> Tensor:
-    """On a CPU, in a step without drafts, new or pending: every op for one head, then for the next."""
+    """On a CPU, in a step that stores all and finds nothing pending: every op for one head, then for the next."""
     t, key_dim = table, state.recurrent.shape[-1]
     norm = (None, None, 0.0, False) if gate is None else (gate.z, gate.weight, gate.eps, gate.activation == "silu")
     pools = state.conv, state.recurrent

@@ -3,8 +3,12 @@
 recurrent  [slots, HV, V, K]   the state S of the gated delta rule, fp32 unless the settings name another dtype
 conv       [slots, R, C]       ring of the convolution's inputs: absolute position p at p modulo R
 memory     [slots, R', C']     the same for a memory layer's convolution
-drafts     k [slots, D, H, K], v [slots, D, HV, V], gates [slots, D, 2, HV]: what the recurrent state needs of drafted
-                               tokens, at their absolute position modulo D; only where steps carry drafts
+recent     k [slots, D, H, K], v [slots, D, HV, V], gates [slots, D, 2, HV]: what the recurrent state needs of tokens
+                               that it has yet to take, at their absolute position modulo D; only where there are some
+
+A decode step reads a state whole to add one token to it; where it stores it as well, that is half of what it moves. So
+on a GPU a state is stored after every few tokens, and those in between are kept as the k, v and gates they came from,
+two hundredths of its bytes each, and taken again by each step until then: docs/gated-delta.md.
 
 The last slot is the pad slot: padding names it, no request owns it, nobody writes it.
 """
@@ -14,13 +18,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+STORED_EVERY = 4  # on a GPU; a CPU takes a token a head at a time, where another pass costs what it saves
+
+
+def stored_every(device: torch.device) -> int:
+    """Tokens after which a recurrent state is stored."""
+    return STORED_EVERY if device.type == "cuda" else 1
+
 
 @dataclass(slots=True)
 class Owner:
     """What the host knows of a slot in use.
 
-    `state_pos` of the `request`'s tokens are in the recurrent state; up to `pending` more, drafted ones, may have been
-    accepted and then wait in the rings.
+    `state_pos` of the `request`'s tokens are in the recurrent state and its rings; up to `pending` more, drafted ones,
+    may have been accepted and then wait in the rings too.
     """
 
     request: int
@@ -98,8 +109,9 @@ def ring_length(reach: int, max_draft: int) -> int:
     return reach + 1 + max_draft
 
 
-def draft_rings(
+def recent_rings(
     num_slots: int,
+    every: int,
     max_draft: int,
     heads: int,
     value_heads: int,
@@ -109,12 +121,13 @@ def draft_rings(
     device: torch.device,
     poison: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The rings of k, v and gates of steps with up to `max_draft` drafts a sequence.
+    """The rings of k, v and gates, where steps have up to `max_draft` drafts a sequence and the state is stored after
+    every `every` tokens.
 
-    Their length keeps the entries that a step replays (drafts accepted before its first token) apart from those it
-    writes.
+    Their length keeps the entries that a step replays apart from those it writes: before it `every` - 1 + `max_draft`
+    tokens may be pending, and it brings up to 1 + `max_draft`.
     """
-    length = 2 * max_draft + 1
+    length = every + 2 * max_draft
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     return (
         allocate(num_slots, (length, heads, key_dim), dtype, device, poison),

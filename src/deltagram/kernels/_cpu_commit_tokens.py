@@ -11,7 +11,7 @@ from deltagram.kernels._vectors import get_int, get_long, put_int
 @compiled
 def _kernel(
     sampled: int, cu_samples: int, row: int, length: int, num_draft: int, tokens: int, context: int, lengths: int,
-    committed: int, out: int, sequences: int, width: int,
+    untaken: int, out: int, sequences: int, width: int,
 ) -> None:  # fmt: skip
     for n in range(sequences):
         first = get_int(cu_samples, n)
@@ -30,17 +30,17 @@ def _kernel(
             put_int(out, n * width + 1 + accepted, token)
             put_int(tokens, owner * context + begin + accepted, token)
             put_int(lengths, owner, begin + accepted + 1)
-            put_int(committed, owner, accepted + 1)
+            put_int(untaken, owner, get_int(untaken, owner) + accepted)
 
 
 def commit_tokens(
     sampled: Tensor, cu_samples: Tensor, row: Tensor, length: Tensor, num_draft: Tensor, tokens: Tensor,
-    lengths: Tensor, committed: Tensor, steps: Tensor, out: Tensor,
+    lengths: Tensor, untaken: Tensor, steps: Tensor, out: Tensor,
 ) -> None:  # fmt: skip
     assert tokens.is_contiguous() and out.is_contiguous()
     steps += 1
     _kernel(
         sampled.data_ptr(), cu_samples.data_ptr(), row.data_ptr(), length.data_ptr(), num_draft.data_ptr(),
-        tokens.data_ptr(), tokens.shape[1], lengths.data_ptr(), committed.data_ptr(), out.data_ptr(), len(row),
+        tokens.data_ptr(), tokens.shape[1], lengths.data_ptr(), untaken.data_ptr(), out.data_ptr(), len(row),
         out.shape[1],
     )  # fmt: skip

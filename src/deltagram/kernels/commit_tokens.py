@@ -3,7 +3,7 @@
 Sequence n was sampled after its last 1 + num_draft tokens. Its drafts, which the history holds past its length, are
 accepted up to the first that was not sampled; then the token that was sampled in its place (or after the last) is the
 history's next one. With a accepted drafts and begin = length - num_draft, the position of the first sampled token:
-    tokens[row, begin + a] = sampled[first + a];  lengths[row] = begin + a + 1;  committed[row] = a + 1
+    tokens[row, begin + a] = sampled[first + a];  lengths[row] = begin + a + 1;  untaken[row] += a
 That the sampled tokens are those of a run without drafts makes the outcome that of a run without drafts, whatever the
 temperature: a token is a function of (seed, position).
 
@@ -11,7 +11,7 @@ temperature: a token is a function of (seed, position).
 sampled: a = min(num_draft, floor(synthetic - 1 + u)) with u in [0, 1) a hash of (row, begin). 0 compares.
 
 Shapes: sampled int64 [L]; cu_samples [N + 1], row, length, num_draft [N] int32, as in the sequence table; tokens [rows,
-context], lengths, committed [rows] int32, updated in place; steps int64 [1], one more; out int32 [N, 2 + max_draft],
+context], lengths, untaken [rows] int32, updated in place; steps int64 [1], one more; out int32 [N, 2 + max_draft],
 the number of tokens of each sequence (0 for one that was not sampled, and padding), then the tokens; the rest of a row
 is as it was. On a GPU the table is read before the launch ahead has ended (_triton.py: dependent_launch).
 """
@@ -32,7 +32,7 @@ def commit_tokens(
     num_draft: Tensor,
     tokens: Tensor,
     lengths: Tensor,
-    committed: Tensor,
+    untaken: Tensor,
     steps: Tensor,
     out: Tensor,
     synthetic: float = 0.0,
@@ -40,7 +40,7 @@ def commit_tokens(
 ) -> None:
     """See the file's docstring."""
     body = choose(impl, tokens, _reference, _launch, None if synthetic else _compare)
-    body(sampled, cu_samples, row, length, num_draft, tokens, lengths, committed, steps, out, synthetic)
+    body(sampled, cu_samples, row, length, num_draft, tokens, lengths, untaken, steps, out, synthetic)
 
 
 def _reference(
@@ -51,7 +51,7 @@ def _reference(
     num_draft: Tensor,
     tokens: Tensor,
     lengths: Tensor,
-    committed: Tensor,
+    untaken: Tensor,
     steps: Tensor,
     out: Tensor,
     synthetic: float = 0.0,
@@ -76,8 +76,8 @@ def _reference(
     token = sampled[first + accepted].int()
     tokens[owner, begin + accepted] = token
     lengths[owner] = (begin + accepted + 1).int()
-    committed[owner] = (accepted + 1).int()
-    out[live, 0] = committed[owner]
+    untaken[owner] += accepted.int()
+    out[live, 0] = (accepted + 1).int()
     report = torch.where(offset < accepted[:, None], mine, out[live, 1:])
     out[live, 1:] = report.scatter(1, accepted[:, None], token[:, None])
 
@@ -121,7 +121,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     num_draft,
     tokens,
     lengths,
-    committed,
+    untaken,
     steps,
     out,
     context,
@@ -171,7 +171,8 @@ def _kernel(  # type: ignore[no-untyped-def]
     tl.store(mine, accepted + 1)
     tl.store(history + accepted, token)
     tl.store(lengths + owner, begin + accepted + 1)
-    tl.store(committed + owner, accepted + 1)
+    if accepted > 0:
+        tl.store(untaken + owner, tl.load(untaken + owner) + accepted)
 
 
 def _launch(
@@ -182,13 +183,13 @@ def _launch(
     num_draft: Tensor,
     tokens: Tensor,
     lengths: Tensor,
-    committed: Tensor,
+    untaken: Tensor,
     steps: Tensor,
     out: Tensor,
     synthetic: float = 0.0,
 ) -> None:
     assert tokens.is_contiguous() and out.is_contiguous()
-    arguments = (sampled, cu_samples, row, length, num_draft, tokens, lengths, committed, steps, out)
+    arguments = (sampled, cu_samples, row, length, num_draft, tokens, lengths, untaken, steps, out)
     parts = _parts(synthetic) if synthetic else (0, 0)
     sizes = tokens.shape[1], out.shape[1], len(row)
     pdl = dependent_launch(tokens)
@@ -198,7 +199,7 @@ def _launch(
 
 
 def ahead_of_time() -> list[Build]:
-    names = ("cu_samples", "row", "length", "num_draft", "tokens", "lengths", "committed", "out")
+    names = ("cu_samples", "row", "length", "num_draft", "tokens", "lengths", "untaken", "out")
     types = (
         {"sampled": "*i64", "steps": "*i64"}
         | dict.fromkeys(names, "*i32")

@@ -3,18 +3,23 @@ history.
 
     start    [N]  prefill: as packed; decode and verify: the request's tokens but the last; 0 for padding
     length   [N]  start + new tokens; 0 for padding
-    pending  [N]  accepted drafts of the request's last step: committed - 1, at least 0; 0 for prefill and padding
+    pending  [N]  tokens before start that the recurrent state has yet to take: untaken; 0 for prefill and padding
+    stores   [N]  whether the step stores the state, past the first of its tokens; 0 for prefill and padding
     sequence [T]  the sequence of each token; -1 for padding
     position [T]  its absolute position in its request; 0 for padding
     token    [T]  its id; 0 for padding
     place    [T]  int64, where its keys and values go: page * page size + offset; -1 for padding
 
+A state is stored after every `every` tokens or so: at the latest when that many are untaken, and by sequences of one
+start in different steps. `untaken` becomes what is so after the step's first token (commit_tokens adds accepted
+drafts): 0 where the step stores, or prefills.
+
 First the step's page grants are written to the page table; those that are not real go to the pad row's first page, as
 0. No entry of the page table is granted twice in a step.
 
 Shapes, all int32 unless said: counts [4] (real tokens, sequences, chunks, grants); kind, row, prefill_start [N];
-cu_tokens [N + 1]; grants [G, 3] (row, index, page); tokens [rows, context], lengths and committed [rows]; page_table
-[rows, pages], updated in place. `num_rows` is T, padding included.
+cu_tokens [N + 1]; grants [G, 3] (row, index, page); tokens [rows, context], lengths [rows]; untaken [rows] and
+page_table [rows, pages], updated in place. `num_rows` is T, padding included.
 """
 
 from __future__ import annotations
@@ -36,16 +41,17 @@ def derive_table(
     grants: Tensor,
     tokens: Tensor,
     lengths: Tensor,
-    committed: Tensor,
+    untaken: Tensor,
     page_table: Tensor,
     page_size: int,
+    every: int,
     num_rows: int,
     impl: Impl = None,
 ) -> tuple[Tensor, ...]:
     """See the file's docstring."""
     body = choose(impl, counts, _reference, _launch, _compiled)
     packed = counts, kind, row, cu_tokens, prefill_start, grants
-    return body(*packed, tokens, lengths, committed, page_table, page_size, num_rows)
+    return body(*packed, tokens, lengths, untaken, page_table, page_size, every, num_rows)
 
 
 def _reference(
@@ -57,9 +63,10 @@ def _reference(
     grants: Tensor,
     tokens: Tensor,
     lengths: Tensor,
-    committed: Tensor,
+    untaken: Tensor,
     page_table: Tensor,
     page_size: int,
+    every: int,
     num_rows: int,
 ) -> tuple[Tensor, ...]:
     device = counts.device
@@ -73,7 +80,9 @@ def _reference(
     start = torch.where(kind == _PREFILL, prefill_start, lengths[owner] - 1)
     start = torch.where(real, start, 0).int()
     length = torch.where(real, start + cu_tokens.diff(), 0).int()
-    pending = torch.where(kind <= _VERIFY, committed[owner] - 1, 0).clamp_(min=0)
+    pending = torch.where(kind <= _VERIFY, untaken[owner], 0)
+    stores = (kind <= _VERIFY) & ((pending + 1 >= every) | ((start + row) % every == 0))
+    untaken[owner[real]] = torch.where(stores | (kind == _PREFILL), 0, pending + 1)[real]
 
     ticks = torch.arange(num_rows, dtype=torch.int32, device=device)
     valid = ticks < counts[0]
@@ -83,7 +92,7 @@ def _reference(
     token = torch.where(valid, tokens[token_row, long_position], 0)
     entry = page_table[token_row, long_position // page_size].long()
     place = torch.where(valid, entry * page_size + long_position % page_size, -1)
-    return start, length, pending, torch.where(valid, found, -1).int(), position, token, place
+    return start, length, pending, stores.int(), torch.where(valid, found, -1).int(), position, token, place
 
 
 _compiled = on_cpu("derive_table")
@@ -112,11 +121,12 @@ def _kernel(  # type: ignore[no-untyped-def]
     grants,
     tokens,
     lengths,
-    committed,
+    untaken,
     page_table,
     start,
     length,
     pending,
+    stores,
     sequence,
     position,
     token,
@@ -128,6 +138,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     context,
     pages,
     PAGE: tl.constexpr,
+    EVERY: tl.constexpr,
     TOKENS: tl.constexpr,
     SEARCHED: tl.constexpr,
 ):
@@ -172,10 +183,14 @@ def _kernel(  # type: ignore[no-untyped-def]
         owner = tl.load(row + n, mask=real, other=0)
         begun = tl.where(real, _start(kinds, prefill_start, lengths, n, owner, real), 0)
         new = tl.load(cu_tokens + n + 1, mask=real, other=0) - tl.load(cu_tokens + n, mask=real, other=0)
-        drafts = tl.maximum(tl.load(committed + owner, mask=real & (kinds <= 1), other=1) - 1, 0)
+        one_by_one = real & (kinds <= 1)
+        waiting = tl.load(untaken + owner, mask=one_by_one, other=0)
+        store = one_by_one & ((waiting + 1 >= EVERY) | ((begun + owner) % EVERY == 0))
+        tl.store(untaken + owner, tl.where(store | (kinds == 2), 0, waiting + 1), mask=real)
         tl.store(start + n, begun, mask=inside)
         tl.store(length + n, begun + new, mask=inside)
-        tl.store(pending + n, drafts, mask=inside)
+        tl.store(pending + n, waiting, mask=inside)
+        tl.store(stores + n, store.to(tl.int32), mask=inside)
         real_grant = n < num_granted
         granted_row = tl.load(grants + n * 3, mask=real_grant, other=0)
         granted_row = tl.where(real_grant, granted_row, rows - 1)
@@ -194,28 +209,29 @@ def _launch(
     grants: Tensor,
     tokens: Tensor,
     lengths: Tensor,
-    committed: Tensor,
+    untaken: Tensor,
     page_table: Tensor,
     page_size: int,
+    every: int,
     num_rows: int,
 ) -> tuple[Tensor, ...]:
     num_sequences, num_grants = len(kind), len(grants)
     assert tokens.is_contiguous() and page_table.is_contiguous() and grants.is_contiguous()
-    start, length, pending = (counts.new_empty(num_sequences) for _ in range(3))
+    start, length, pending, stores = (counts.new_empty(num_sequences) for _ in range(4))
     sequence, position, token = (counts.new_empty(num_rows) for _ in range(3))
     place = counts.new_empty(num_rows, dtype=torch.int64)
     grid = (-(-num_rows // _TOKENS) + -(-max(num_sequences, num_grants) // _TOKENS),)
     _kernel[grid](
-        counts, kind, row, cu_tokens, prefill_start, grants, tokens, lengths, committed, page_table,
-        start, length, pending, sequence, position, token, place,
+        counts, kind, row, cu_tokens, prefill_start, grants, tokens, lengths, untaken, page_table,
+        start, length, pending, stores, sequence, position, token, place,
         num_rows, num_sequences, num_grants, len(page_table), tokens.shape[1], page_table.shape[1],
-        PAGE=page_size, TOKENS=_TOKENS, SEARCHED=_SEARCHED, num_warps=4,
+        PAGE=page_size, EVERY=every, TOKENS=_TOKENS, SEARCHED=_SEARCHED, num_warps=4,
     )  # fmt: skip
-    return start, length, pending, sequence, position, token, place
+    return start, length, pending, stores, sequence, position, token, place
 
 
 def ahead_of_time() -> list[Build]:
     names = _kernel.arg_names
     types = dict.fromkeys(names, "*i32") | {"place": "*i64"}
     types |= dict.fromkeys(("num_rows", "num_sequences", "num_grants", "rows", "context", "pages"), "i32")
-    return [Build(_kernel, types, {"PAGE": 64, "TOKENS": _TOKENS, "SEARCHED": _SEARCHED})]
+    return [Build(_kernel, types, {"PAGE": 64, "EVERY": 4, "TOKENS": _TOKENS, "SEARCHED": _SEARCHED})]

@@ -3,25 +3,25 @@ heads before the gated norm, in one launch.
 
 It is causal_conv1d, gated_delta_prep and gated_delta_recurrent in turn, with their formulas, roundings and rules: the
 convolution continues from the ring of past inputs, where each token's own inputs are then kept; q and k are normalised;
-the state takes the tokens one by one; drafts that were accepted are replayed from their rings, and new ones kept there.
-Sequences of other kinds, and their rows, are left alone.
+the state takes the tokens one by one; pending ones are replayed from the rings of recent tokens, and what the stored
+state does not take is kept there. Sequences of other kinds, and their rows, are left alone.
 
 Every program reads past inputs from the ring while others write new ones there; they never meet, since a ring has room
 for what the convolution reaches back to and a step's tokens besides.
 
 A program is one warp and a tile of rows of one head's state, so that nobody waits at a barrier. Rows do not mix, and
 what is summed along them is laid out alike in any tile: a few sequences are cut finer than many, and keep their bits.
-With dependent launch the kernel reads what earlier steps left (the state, past inputs, and accepted drafts, which it
+With dependent launch the kernel reads what earlier steps left (the state, past inputs, and pending tokens, which it
 takes at once) while this step's projections still run. No kernel of this step writes any of it, and those of earlier
 steps have ended: a step begins with kernels that start when all before them have. So must whoever calls this twice on
 one state.
 
 Shapes: qkv [T, 2 H K + HV V] (channels q | k | v), a and b [T, HV] (rows may be strided), conv_weight [C, W], A_log and
 dt_bias [HV] fp32, ring [slots, R, C]; state [slots, HV, V, K], rounded to its dtype after every token; kind, start,
-pending, slot [N] and cu_tokens [N + 1]: int32; out [T, HV, V]; drafts: rings of k [slots, D, H, K], v [slots, D, HV, V]
-and gates [slots, D, 2, HV] fp32, or None, and then a sequence has one token. Written in place: ring, state, out,
-drafts.
-Errors: ValueError for a ring too short for the step's tokens.
+pending, stores, slot [N] and cu_tokens [N + 1]: int32; out [T, HV, V]; recent: rings of k [slots, D, H, K], v [slots,
+D, HV, V] and gates [slots, D, 2, HV] fp32, or None, and then a sequence has one token and its state is stored. No
+sequence has more than 1 + max_draft tokens. Written in place: ring, state, out, recent.
+Errors: ValueError for rings too short for the step's tokens.
 """
 
 from __future__ import annotations
@@ -48,21 +48,26 @@ def gated_delta_decode(
     cu_tokens: Tensor,
     start: Tensor,
     pending: Tensor,
+    stores: Tensor,
     slot: Tensor,
     out: Tensor,
     num_key_heads: int,
-    drafts: tuple[Tensor, Tensor, Tensor] | None = None,
+    recent: tuple[Tensor, Tensor, Tensor] | None = None,
+    max_draft: int = 0,
     impl: Impl = None,
 ) -> None:
     """See the file's docstring. `num_key_heads` is H."""
-    tokens = 1 if drafts is None else (drafts[0].shape[1] + 1) // 2
+    tokens = 1 + max_draft
     if ring.shape[1] < conv_weight.shape[1] - 1 + tokens:
         raise ValueError(
             f"a ring of {ring.shape[1]} entries is too short for a kernel of {conv_weight.shape[1]} and {tokens} tokens"
         )
+    if max_draft and (recent is None or recent[0].shape[1] <= 2 * max_draft):
+        length = 0 if recent is None else recent[0].shape[1]
+        raise ValueError(f"rings of {length} recent tokens are too short for {max_draft} drafts: {2 * max_draft + 1}")
     body = choose(impl, qkv, _reference, _launch)
-    arguments = qkv, a, b, conv_weight, A_log, dt_bias, ring, state, kind, cu_tokens, start, pending, slot, out
-    body(*arguments, num_key_heads, drafts)
+    arguments = qkv, a, b, conv_weight, A_log, dt_bias, ring, state, kind, cu_tokens, start, pending, stores, slot
+    body(*arguments, out, num_key_heads, recent, max_draft)
 
 
 def _reference(
@@ -78,10 +83,12 @@ def _reference(
     cu_tokens: Tensor,
     start: Tensor,
     pending: Tensor,
+    stores: Tensor,
     slot: Tensor,
     out: Tensor,
     num_key_heads: int,
-    drafts: tuple[Tensor, Tensor, Tensor] | None = None,
+    recent: tuple[Tensor, Tensor, Tensor] | None,
+    max_draft: int,
 ) -> None:
     rows = int((kind <= _VERIFY).sum())
     if rows == 0:
@@ -93,16 +100,16 @@ def _reference(
     lags = torch.arange(len(taps) - 1, -1, -1, device=qkv.device)
     slots, begin, first = slot[:rows].long(), cu_tokens[:rows].long(), start[:rows].long()
     new, behind = cu_tokens[: rows + 1].diff().long(), pending[:rows].long()
-    if drafts is None:
+    if recent is None:
         behind = torch.zeros_like(behind)
     s, written = state[slots].to(wide), ring.clone()
     for i in range(-int(behind.max()), int(new.max())):  # the tokens at start + i of the sequences that have one there
         one = ((i >= -behind) & (i < new)).nonzero().squeeze(1)
         at, token = slots[one], begin[one] + i
-        entry = (first[one] + i) % drafts[0].shape[1] if drafts is not None else token
+        entry = (first[one] + i) % recent[0].shape[1] if recent is not None else token
         if i < 0:
-            assert drafts is not None
-            k, v, gates = drafts[0][at, entry], drafts[1][at, entry], drafts[2][at, entry]
+            assert recent is not None
+            k, v, gates = recent[0][at, entry], recent[1][at, entry], recent[2][at, entry]
         else:
             back = (i - lags)[None, :, None]
             past = (first[one, None] + i - lags).remainder(ring.shape[1])
@@ -124,11 +131,11 @@ def _reference(
         if i >= 0:
             query = q.to(wide).repeat_interleave(group, 1)
             out[token] = (s[one] @ query[..., None])[..., 0].to(out.dtype)
-        if i == 0:
-            state[at] = rounded
-        if i > 0:
-            assert drafts is not None
-            drafts[0][at, entry], drafts[1][at, entry], drafts[2][at, entry] = k, v, gates.to(drafts[2].dtype)
+        kept = torch.zeros_like(one, dtype=torch.bool) if i else stores[one] > 0 if recent else one >= 0
+        state[at[kept]] = rounded[kept]
+        if i >= 0 and recent is not None:
+            at, entry, k, v, gates = at[~kept], entry[~kept], k[~kept], v[~kept], gates[~kept]
+            recent[0][at, entry], recent[1][at, entry], recent[2][at, entry] = k, v, gates.to(recent[2].dtype)
     ring.copy_(written)
 
 
@@ -180,7 +187,7 @@ def _convolved(taps, ahead, x, WIDTH: tl.constexpr):  # type: ignore[no-untyped-
 
 @jit
 def _token(taps, ahead, x, rate, shift, scale, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """q, k, v, g and beta of a token from its inputs; the first three as rings of drafts hold them."""
+    """q, k, v, g and beta of a token from its inputs, as the rings of recent tokens hold them."""
     q = _convolved(taps[0], ahead[0], x[0], WIDTH)
     k = _convolved(taps[1], ahead[1], x[1], WIDTH)
     v = _convolved(taps[2], ahead[2], x[2], WIDTH)
@@ -190,6 +197,15 @@ def _token(taps, ahead, x, rate, shift, scale, WIDTH: tl.constexpr):  # type: ig
     g = rate * (tl.maximum(step, 0) + tl.log(1 + tl.exp(-tl.abs(step))))
     beta = 1 / (1 + tl.exp(-x[4].to(tl.float32)))
     return (q.to(x[0].dtype), k.to(x[1].dtype), v.to(x[2].dtype), g, beta)
+
+
+@jit
+def _recent(k_ring, v_ring, gate_ring, entry, key, value, in_key, in_value, h, hv, there, H, HV, K, V):  # type: ignore[no-untyped-def]
+    """k, v, g and beta of a token that the state has yet to take."""
+    k = tl.load(k_ring + (entry * H + h) * K + key, mask=in_key & there, other=0)
+    v = tl.load(v_ring + (entry * HV + hv) * V + value, mask=in_value & there, other=0)
+    g_at = gate_ring + entry * (2 * HV) + hv
+    return (k, v, tl.load(g_at, mask=there, other=0), tl.load(g_at + HV, mask=there, other=0))
 
 
 @jit
@@ -252,6 +268,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     cu_tokens,
     start,
     pending,
+    stores,
     slot,
     out,
     k_ring,
@@ -267,15 +284,16 @@ def _kernel(  # type: ignore[no-untyped-def]
     V: tl.constexpr,
     WIDTH: tl.constexpr,
     R: tl.constexpr,  # entries of the convolution's ring
-    D: tl.constexpr,  # entries of the rings of drafts; 0 without
+    D: tl.constexpr,  # entries of the rings of recent tokens; 0 without
+    DRAFTS: tl.constexpr,  # whether a sequence may have more than one token
     BK: tl.constexpr,
     PARTS: tl.constexpr,  # of a row of the state, one after the other
     BV: tl.constexpr,
     SOON: tl.constexpr,  # whether the next kernel may start before this one's inputs are there
     PDL: tl.constexpr,
 ):
-    """What earlier steps left is read before this step's projections have ended: the state, past inputs, and accepted
-    drafts, which are taken at once."""
+    """What earlier steps left is read before this step's projections have ended: the state, past inputs, and pending
+    tokens, which are taken at once."""
     n = tl.program_id(2)
     if tl.load(kind + n) > 1:
         if PDL:
@@ -310,14 +328,19 @@ def _kernel(  # type: ignore[no-untyped-def]
     rate = -tl.exp(tl.load(A_log + hv).to(tl.float32))
     shift = tl.load(dt_bias + hv).to(tl.float32)
     num_new = 1
-    if D > 0:
+    if DRAFTS:
         num_new = (tl.load(cu_tokens + n + 1) - begin).to(tl.int32)
-        for i in range(-tl.load(pending + n), 0):
-            entry = number * D + (first + i) % D
-            k = tl.load(k_ring + (entry * H + h) * K + key, mask=in_key, other=0)
-            v = tl.load(v_ring + (entry * HV + hv) * V + value, mask=in_value, other=0)
-            g_at = gate_ring + entry * (2 * HV) + hv
-            s = _take(s, k, v, tl.load(g_at), tl.load(g_at + HV), state.dtype.element_ty, PARTS)
+    store = True
+    if D > 0:
+        store = tl.load(stores + n) > 0
+        behind = tl.load(pending + n)
+        rings = (k_ring, v_ring, gate_ring)
+        places = (key, value, in_key, in_value, h, hv)
+        token = _recent(*rings, number * D + (first - behind) % D, *places, behind > 0, H, HV, K, V)
+        for i in range(-behind, 0):  # the next token comes while this one is taken
+            k, v, g, beta = token
+            token = _recent(*rings, number * D + (first + i + 1) % D, *places, i < -1, H, HV, K, V)
+            s = _take(s, k, v, g, beta, state.dtype.element_ty, PARTS)
     if PDL:
         tl.extra.cuda.gdc_wait()
         if not SOON:
@@ -331,7 +354,7 @@ def _kernel(  # type: ignore[no-untyped-def]
         kept = line + ((first + i) % R).to(tl.int64) * C
         for j in tl.static_range(3):
             tl.store(kept + channels[j], x[j].to(ring.dtype.element_ty), mask=writes[j])
-        if D > 0:  # the next token's inputs (or again these) come while this one is taken
+        if DRAFTS:  # the next token's inputs (or again these) come while this one is taken
             moved = _none()
             for j in tl.static_range(3):
                 moved = moved + (_onward(taps[j], ahead[j], x[j], WIDTH),)
@@ -339,15 +362,16 @@ def _kernel(  # type: ignore[no-untyped-def]
             step = tl.minimum(i + 1, num_new - 1)
             x = _inputs(row + step * qkv_stride, channels, known, a_at + step * a_stride, b_at + step * b_stride)
         s = _take(s, k, v, g, beta, state.dtype.element_ty, PARTS)
-        if i == 0:
+        stored = store & (i == 0)
+        if stored:
             for j in tl.static_range(PARTS):
                 inside = in_value[:, None] & (j * BP + part < K)[None, :]
-                stored = s[j].to(state.dtype.element_ty)
-                tl.store(at + j * BP, stored, mask=inside, eviction_policy="evict_first")
+                new = s[j].to(state.dtype.element_ty)
+                tl.store(at + j * BP, new, mask=inside, eviction_policy="evict_first")
         o = _read(s, _parts(q, PARTS), PARTS)
         tl.store(out + ((begin + i) * HV + hv) * V + value, o.to(out.dtype.element_ty), mask=in_value)
         if D > 0:
-            if i > 0:
+            if not stored:
                 entry = number * D + (first + i) % D
                 tl.store(v_ring + (entry * HV + hv) * V + value, v, mask=in_value)
                 tl.store(k_ring + (entry * H + h) * K + key, k, mask=in_key & shared)
@@ -367,13 +391,14 @@ _FEW, _MANY, _HEADS = 2048, 4096, 192
 
 
 def _sizes(
-    heads: int, state: Tensor | tuple[int, ...], width: int, ring: int, drafts: int, sequences: int
+    heads: int, state: Tensor | tuple[int, ...], width: int, ring: int, recent: int, max_draft: int, sequences: int
 ) -> dict[str, int | bool]:
     value_heads, value_dim, key_dim = (state.shape if isinstance(state, Tensor) else state)[-3:]
     columns, few = power_of_two(key_dim), sequences * value_heads <= _HEADS
     rows = max(1, min(power_of_two(value_dim), (_FEW if few else _MANY) // columns))
     tile = {"BK": columns, "PARTS": 2 if columns >= 64 else 1, "BV": rows, "SOON": few}
-    return {"H": heads, "HV": value_heads, "K": key_dim, "V": value_dim, "WIDTH": width, "R": ring, "D": drafts} | tile
+    shape = {"H": heads, "HV": value_heads, "K": key_dim, "V": value_dim, "WIDTH": width}
+    return shape | {"R": ring, "D": recent, "DRAFTS": max_draft > 0} | tile
 
 
 def _launch(
@@ -389,38 +414,41 @@ def _launch(
     cu_tokens: Tensor,
     start: Tensor,
     pending: Tensor,
+    stores: Tensor,
     slot: Tensor,
     out: Tensor,
     num_key_heads: int,
-    drafts: tuple[Tensor, Tensor, Tensor] | None = None,
+    recent: tuple[Tensor, Tensor, Tensor] | None,
+    max_draft: int,
 ) -> None:
     assert state.is_contiguous() and out.is_contiguous() and ring.is_contiguous() and conv_weight.is_contiguous()
     assert qkv.stride(1) == a.stride(1) == b.stride(1) == 1 and ring.shape[2] == qkv.shape[1]
-    length = drafts[0].shape[1] if drafts is not None else 0
-    rings = drafts if drafts is not None else (None, None, None)
-    sizes = _sizes(num_key_heads, state, conv_weight.shape[1], ring.shape[1], length, len(kind))
+    length = recent[0].shape[1] if recent is not None else 0
+    rings = recent if recent is not None else (None, None, None)
+    sizes = _sizes(num_key_heads, state, conv_weight.shape[1], ring.shape[1], length, max_draft, len(kind))
     grid = (-(-sizes["V"] // sizes["BV"]), sizes["HV"], len(kind))
     pdl = dependent_launch(qkv)
     _kernel[grid](
-        qkv, a, b, conv_weight, A_log, dt_bias, ring, state, kind, cu_tokens, start, pending, slot, out, *rings,
+        qkv, a, b, conv_weight, A_log, dt_bias, ring, state, kind, cu_tokens, start, pending, stores, slot, out, *rings,
         qkv.stride(0), a.stride(0), b.stride(0), sizes["K"] ** -0.5, **sizes, PDL=pdl, launch_pdl=pdl, **_OPTIONS,
     )  # fmt: skip
 
 
 def ahead_of_time() -> list[Build]:
     builds = []
-    indices = ("kind", "cu_tokens", "start", "pending", "slot")
-    for dtype, state, key_dim, value_dim, drafts, sequences in (
-        ("*bf16", "*fp32", 128, 128, 0, 1),
-        ("*bf16", "*fp32", 128, 128, 0, 48),
-        ("*bf16", "*fp32", 128, 128, 11, 1),
-        ("*bf16", "*bf16", 128, 128, 0, 48),
-        ("*fp32", "*fp32", 64, 256, 3, 1),
+    indices = ("kind", "cu_tokens", "start", "pending", "stores", "slot")
+    for dtype, state, key_dim, value_dim, recent, max_draft, sequences in (
+        ("*bf16", "*fp32", 128, 128, 4, 0, 1),
+        ("*bf16", "*fp32", 128, 128, 4, 0, 48),
+        ("*bf16", "*fp32", 128, 128, 14, 5, 1),
+        ("*bf16", "*fp32", 128, 128, 14, 5, 48),
+        ("*bf16", "*bf16", 128, 128, 0, 0, 48),
+        ("*fp32", "*fp32", 64, 256, 3, 1, 1),
     ):
         types = dict.fromkeys(("qkv", "a", "b", "conv_weight", "ring", "out", "k_ring", "v_ring"), dtype)
         types |= dict.fromkeys(indices, "*i32") | {"A_log": "*fp32", "dt_bias": "*fp32", "gate_ring": "*fp32"}
         types |= {"state": state, "scale": "fp32"} | dict.fromkeys(("qkv_stride", "a_stride", "b_stride"), "i32")
-        absent = dict.fromkeys(("k_ring", "v_ring", "gate_ring")) if drafts == 0 else {}
-        sizes = _sizes(16, (32, value_dim, key_dim), 4, 3 + (drafts + 1) // 2, drafts, sequences)
+        absent = dict.fromkeys(("k_ring", "v_ring", "gate_ring")) if recent == 0 else {}
+        sizes = _sizes(16, (32, value_dim, key_dim), 4, 4 + max_draft, recent, max_draft, sequences)
         builds.append(Build(_kernel, types, sizes | absent, _OPTIONS))
     return builds

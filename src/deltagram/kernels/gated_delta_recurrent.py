@@ -5,18 +5,19 @@
 Each key head serves HV / H consecutive value heads. Rows of tokens that are neither decode nor verify are left as they
 are.
 
-Speculation commits by replay. A sequence's first token is the one last sampled, so it is certain; those after it are
-drafts that may be rejected. The state that is stored has taken the first token and no draft; each draft leaves its k,
-v, g and beta in a ring, at its absolute position modulo R. `pending` counts the drafts of a request's last step that
-were accepted: they lie in the ring at positions start - pending to start - 1 and are taken before the first token. So a
-step reads and writes a state once, whatever was accepted, and gives the bits of decoding token by token. Without rings
-a sequence has one token and nothing is pending. No program writes a ring entry that another may still read if R >= 2 *
-drafts + 1.
+A state is stored now and then, and by replay it is whole all the same. A sequence's first token is the one last
+sampled, so it is certain; those after it are drafts that may be rejected. The state that is stored has taken the first
+token and no draft, and only a sequence that `stores` stores it; each other token leaves its k, v, g and beta in a ring,
+at its absolute position modulo R. `pending` counts the certain tokens that the stored state has yet to take, accepted
+drafts among them: they lie in the ring at positions start - pending to start - 1 and are taken before the first token.
+So a step reads a state once and writes it at most once, whatever was accepted, and gives the bits of decoding token by
+token. Without rings a sequence has one token, nothing is pending and all is stored. No program writes a ring entry that
+another may still read if R is at least the most that may be pending and the most that a step takes.
 
 Shapes: q, k [T, H, K] (k normalised, q normalised and scaled), v [T, HV, V] (rows may be strided), g and beta [T, HV]
-fp32; state [slots, HV, V, K], updated in place, rounded to its dtype after every token; kind, start, pending, slot [N]
-and cu_tokens [N + 1]: int32; out [T, HV, V], written in place; rings: k [slots, R, H, K], v [slots, R, HV, V], gates
-[slots, R, 2, HV] fp32 (g, then beta), updated in place, or None.
+fp32; state [slots, HV, V, K], updated in place, rounded to its dtype after every token; kind, start, pending, stores,
+slot [N] and cu_tokens [N + 1]: int32; out [T, HV, V], written in place; rings: k [slots, R, H, K], v [slots, R, HV, V],
+gates [slots, R, 2, HV] fp32 (g, then beta), updated in place, or None.
 Source: Gated Delta Networks, https://arxiv.org/abs/2412.06464, eq. 10.
 """
 
@@ -41,6 +42,7 @@ def gated_delta_recurrent(
     cu_tokens: Tensor,
     start: Tensor,
     pending: Tensor,
+    stores: Tensor,
     slot: Tensor,
     out: Tensor,
     rings: tuple[Tensor, Tensor, Tensor] | None = None,
@@ -48,7 +50,7 @@ def gated_delta_recurrent(
 ) -> None:
     """See the file's docstring."""
     body = choose(impl, q, _reference, _launch, _compiled if state.dtype == torch.float32 else None)
-    body(q, k, v, g, beta, state, kind, cu_tokens, start, pending, slot, out, rings)
+    body(q, k, v, g, beta, state, kind, cu_tokens, start, pending, stores, slot, out, rings)
 
 
 def _reference(
@@ -62,6 +64,7 @@ def _reference(
     cu_tokens: Tensor,
     start: Tensor,
     pending: Tensor,
+    stores: Tensor,
     slot: Tensor,
     out: Tensor,
     rings: tuple[Tensor, Tensor, Tensor] | None = None,
@@ -91,8 +94,10 @@ def _reference(
         if i >= 0:
             out[token] = _read(s[one], q[token]).to(out.dtype)
         if i == 0:
-            state[at] = rounded
-        if i > 0:
+            kept = stores[one] > 0
+            state[at[kept]] = rounded[kept]
+            at, entry, token = at[~kept], entry[~kept], token[~kept]
+        if i >= 0:
             k_ring[at, entry], v_ring[at, entry] = k[token], v[token]
             gate_ring[at, entry] = torch.stack((g[token], beta[token]), 1)
 
@@ -141,6 +146,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     cu_tokens,
     start,
     pending,
+    stores,
     slot,
     out,
     k_ring,
@@ -181,6 +187,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     else:
         num_new = (tl.load(cu_tokens + n + 1) - begin).to(tl.int32)
         first = tl.load(start + n)
+        store = tl.load(stores + n) > 0
         for i in range(-tl.load(pending + n), num_new):
             entry = line * R + (first + i) % R
             token = begin + tl.maximum(i, 0)
@@ -201,9 +208,9 @@ def _kernel(  # type: ignore[no-untyped-def]
             o = tl.sum(s * q_t[None, :], 1)
             if i >= 0:
                 tl.store(out + (token * HV + hv) * V + value, o.to(out.dtype.element_ty), mask=value < V)
-            if i == 0:
+            if (i == 0) & store:
                 tl.store(at, stored, mask=inside)
-            if i > 0:
+            elif i >= 0:
                 tl.store(v_ring + (entry * HV + hv) * V + value, v_in, mask=value < V)
                 if tl.program_id(0) == 0:
                     tl.store(gate_ring + entry * (2 * HV) + hv, g_t)
@@ -234,6 +241,7 @@ def _launch(
     cu_tokens: Tensor,
     start: Tensor,
     pending: Tensor,
+    stores: Tensor,
     slot: Tensor,
     out: Tensor,
     rings: tuple[Tensor, Tensor, Tensor] | None = None,
@@ -247,7 +255,7 @@ def _launch(
     tiles = _tiles(key_dim, value_dim)
     grid = (-(-value_dim // tiles["BV"]), value_heads, len(kind))
     _kernel[grid](
-        q, k, v, g, beta, state, kind, cu_tokens, start, pending, slot, out, k_ring, v_ring, gate_ring,
+        q, k, v, g, beta, state, kind, cu_tokens, start, pending, stores, slot, out, k_ring, v_ring, gate_ring,
         q.stride(0), k.stride(0), v.stride(0), H=heads, HV=value_heads, K=key_dim, V=value_dim, R=length, **tiles,
         **_OPTIONS,
     )  # fmt: skip
@@ -255,7 +263,7 @@ def _launch(
 
 def ahead_of_time() -> list[Build]:
     builds = []
-    indices = ("kind", "cu_tokens", "start", "pending", "slot")
+    indices = ("kind", "cu_tokens", "start", "pending", "stores", "slot")
     for dtype, state, key_dim, value_dim, ring in (
         ("*bf16", "*fp32", 128, 128, 0),
         ("*bf16", "*fp32", 128, 128, 11),

@@ -12,13 +12,15 @@ class TokenHistory:
     """Tokens and lengths of up to `max_requests` requests.
 
     tokens: int32 [max_requests, max_context]; lengths: int32 [max_requests], the tokens known so far;
-    committed: int32 [max_requests], how many the last step added (1 to 1 + drafts, the sampled one included).
+    untaken: int32 [max_requests], how many of them, but for the last, the recurrent state has yet to take: it is stored
+    after every `every` tokens (kernels/derive_table.py).
     """
 
-    def __init__(self, max_requests: int, max_context: int, device: torch.device) -> None:
+    def __init__(self, max_requests: int, max_context: int, device: torch.device, every: int = 1) -> None:
+        self.every = every
         self.tokens = torch.zeros(max_requests, max_context, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(max_requests, dtype=torch.int32, device=device)
-        self.committed = torch.zeros(max_requests, dtype=torch.int32, device=device)
+        self.untaken = torch.zeros(max_requests, dtype=torch.int32, device=device)
         # What is copied from must lie still until the copy has been made: a row's, until its owner has gone.
         self._staged: Tensor | None = None
         if device.type == "cuda":
@@ -34,4 +36,4 @@ class TokenHistory:
             known = self._staged[row, : 1 + count]
         self.tokens[row, :count].copy_(known[1:], non_blocking=True)
         self.lengths[row].copy_(known[0], non_blocking=True)
-        self.committed[row].zero_()
+        self.untaken[row].zero_()

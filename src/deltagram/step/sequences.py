@@ -44,16 +44,19 @@ class SequenceTable:
     Derived on the device:
       start       [N]       tokens of the sequence's request computed before this step
       length      [N]       start + new tokens; 0 for padding
-      pending     [N]       accepted drafts of the request's last step, which its recurrent state has yet to take
+      pending     [N]       tokens before start that the request's recurrent state has yet to take, from rings
+      stores      [N]       whether the step stores the state, past the first of its tokens
       sequence    [T]       sequence of each token; -1 for padding
       position    [T]       absolute position of each token in its request; 0 for padding
       token       [T]       token ids; 0 for padding
       cache_index [T]       int64, where the token's keys and values go: page * page size + offset; -1 for padding
       page_table  [rows, pages]  the request's pages, shared by all steps
+    `every`: recurrent states are stored after every so many tokens.
     """
 
     bucket: Bucket
     page_size: int
+    every: int
     counts: Tensor
     kind: Tensor
     row: Tensor
@@ -68,6 +71,7 @@ class SequenceTable:
     start: Tensor
     length: Tensor
     pending: Tensor
+    stores: Tensor
     sequence: Tensor
     position: Tensor
     token: Tensor
@@ -184,15 +188,16 @@ def prepare(packed: Tensor, bucket: Bucket, history: TokenHistory, page_table: T
     fields = [part if len(shape) == 1 else part.view(shape) for shape, part in parts]
     counts, kind, row, slot, cu_tokens, prefill_start, num_draft, wanted, given, drafts, *rest = fields
     cu_samples, sampled, chunks, grants = rest
-    known = history.tokens, history.lengths, history.committed
+    known = history.tokens, history.lengths, history.untaken
     if bucket.max_draft:
         place_drafts(drafts, given, row, history.tokens, history.lengths)
-    start, length, pending, sequence, position, token, cache_index = derive_table(
-        counts, kind, row, cu_tokens, prefill_start, grants, *known, page_table, page_size, bucket.tokens
+    start, length, pending, stores, sequence, position, token, cache_index = derive_table(
+        counts, kind, row, cu_tokens, prefill_start, grants, *known, page_table, page_size, history.every, bucket.tokens
     )
     return SequenceTable(
         bucket=bucket,
         page_size=page_size,
+        every=history.every,
         counts=counts,
         kind=kind,
         row=row,
@@ -207,6 +212,7 @@ def prepare(packed: Tensor, bucket: Bucket, history: TokenHistory, page_table: T
         start=start,
         length=length,
         pending=pending,
+        stores=stores,
         sequence=sequence,
         position=position,
         token=token,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltagram.gdn.core import Gate, LayerState, Weights, forward_core
-from deltagram.gdn.state import allocate, draft_rings, ring_length
+from deltagram.gdn.state import allocate, recent_rings, ring_length
 from deltagram.kernels._triton import Impl
 from deltagram.step.history import TokenHistory
 from deltagram.step.plan import Bucket, Entry, Kind, StepPlan
@@ -35,8 +35,8 @@ class CoreShape:
 
 @dataclass(slots=True)
 class Stream:
-    """A request's projections: qkv [L, channels], a and b [L, HV]; `done` tokens computed, `pending` drafts just
-    accepted."""
+    """A request's projections: qkv [L, channels], a and b [L, HV]; `done` tokens computed, the last
+    `pending` of which its state has yet to take."""
 
     qkv: Tensor
     a: Tensor
@@ -70,7 +70,10 @@ class CoreSteps:
         state_dtype: torch.dtype | None = None,
         impl: Impl = None,
         seed: int = 0,
+        every: int = 1,
     ) -> None:
+        self.every = every
+        self.untaken: list[int] = []  # of each slot, after the last step's certain tokens
         self.shape, self.num_slots, self.dtype, self.device = shape, num_slots, dtype, device
         self.max_draft, self.impl = max_draft, impl
         self.generator = torch.Generator().manual_seed(seed)
@@ -84,7 +87,9 @@ class CoreSteps:
         self.state = LayerState(
             allocate(num_slots, recurrent, state_dtype or exact, device, poison=True),
             allocate(num_slots, ring, dtype, device, poison=True),
-            draft_rings(num_slots, max_draft, shape.heads, *recurrent, dtype, device, True) if max_draft else None,
+            recent_rings(num_slots, every, max_draft, shape.heads, *recurrent, dtype, device, True)
+            if max_draft or every > 1
+            else None,
         )
 
     def _normal(self, *size: int) -> Tensor:
@@ -100,17 +105,19 @@ class CoreSteps:
         """The sequence table of a step, through the step's own `pack` and `prepare`."""
         bucket = replace(bucket, max_draft=self.max_draft)
         context = max([part.stream.done + part.num_new for part in parts], default=0) + 1
-        history = TokenHistory(self.num_slots + 1, context, self.device)
+        history = TokenHistory(self.num_slots + 1, context, self.device, self.every)
         entries = []
         for part in parts:
             stream = part.stream
             num_draft = part.num_new - 1 if part.kind is Kind.VERIFY else 0
             entries.append(Entry(stream.slot, 0, stream.slot, part.kind, part.num_new, stream.done, num_draft))
             history.lengths[stream.slot] = stream.done + 1
-            history.committed[stream.slot] = stream.pending + 1
+            history.untaken[stream.slot] = stream.pending
         packed = torch.from_numpy(pack(StepPlan(0, bucket, tuple(entries)), 64, self.num_slots, self.num_slots))
         pages = torch.zeros(self.num_slots + 1, context // 64 + 1, dtype=torch.int32, device=self.device)
-        return prepare(packed.to(self.device), bucket, history, pages, 64)
+        table = prepare(packed.to(self.device), bucket, history, pages, 64)
+        self.untaken = history.untaken.tolist()
+        return table
 
     def rows(self, parts: list[Part], bucket: Bucket) -> Tensor:
         """What a layer's projection yields: qkv, a, b and what follows, side by side; NaN in the rows of padding."""
@@ -138,7 +145,7 @@ class CoreSteps:
 
     def pools(self) -> list[Tensor]:
         """Every tensor that a step may write."""
-        return [self.state.recurrent, self.state.conv, *(self.state.drafts or ())]
+        return [self.state.recurrent, self.state.conv, *(self.state.recent or ())]
 
     def step(self, parts: list[Part], bucket: Bucket | None = None) -> list[Tensor]:
         """Run `parts` in one step and move their streams on; the outputs [n, HV, V] of each part's right tokens."""
@@ -152,7 +159,8 @@ class CoreSteps:
         for part in parts:
             right = part.num_new - part.num_wrong
             results.append(out[filled : filled + right].clone())
-            advance(part)
+            part.stream.done += right
+            part.stream.pending = self.untaken[part.stream.slot] + max(right - 1, 0) * (part.kind is Kind.VERIFY)
             filled += part.num_new
         return results
 
@@ -188,13 +196,6 @@ class CapturedCore:
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are equal bit by bit, NaN included."""
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-
-
-def advance(part: Part) -> None:
-    """Note on the stream what a step of `part` did."""
-    right = part.num_new - part.num_wrong
-    part.stream.done += right
-    part.stream.pending = right - 1 if part.kind is Kind.VERIFY else 0
 
 
 def exact_bucket(parts: list[Part]) -> Bucket:

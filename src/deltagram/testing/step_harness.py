@@ -119,7 +119,7 @@ class StepHarness:
             with torch.cuda.stream(self.runner.stream):
                 self.runner._admit(request)
                 self.runner.history.lengths[request.slot] = self.context + 1
-                self.runner.history.committed[request.slot] = 1
+                self.runner.history.untaken[request.slot] = 0
         return requests
 
     def plan(self, mix: Mix, requests: Sequence[Request]) -> Scheduled:
