@@ -164,7 +164,8 @@ def tokens_a_second(model: Qwen35, speculation: str, counts: tuple[int, ...] = (
 
 
 def state_bytes(model: Qwen35) -> dict[str, Any]:
-    """Written by a verify step of one request in all layers: a state and what the rings take, or 1 + k states."""
+    """Written by a verify step of one request in all layers: a state (where it stores it) and what the rings take, or
+    1 + k states."""
     one = kept = 0
     for layer in model.linear_layers:
         one += layer.num_value_heads * layer.value_dim * layer.key_dim * 4

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from deltagram import LLM, SamplingParams
+from deltagram.engine import runner
 from deltagram.engine.engine import Engine
 from deltagram.engine.runner import Launched, Runner
 from deltagram.engine.scheduler import Scheduled
+from deltagram.gdn.state import STORED_EVERY
 from deltagram.step.buckets import ExactBuckets, Ladder
 from deltagram.step.plan import StepPlan
 from deltagram.testing.alone import text_of
@@ -64,19 +66,21 @@ class Pair:
         return logits.log_softmax(-1)
 
 
-def _texts(runner: Runner) -> list[Tensor]:
-    return [runner.history.tokens, runner.history.lengths, runner.history.untaken, runner.page_table]
+def _texts(of: Runner) -> list[Tensor]:
+    return [of.history.tokens, of.history.lengths, of.history.untaken, of.page_table]
 
 
-def _kept(runner: Runner) -> list[Tensor]:
-    return [*runner._pools, *runner._page_pools, *_texts(runner)]
+def _kept(of: Runner) -> list[Tensor]:
+    return [*of._pools, *of._rings, *of._page_pools, *_texts(of)]
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = write_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "long", "qwen4_exp", **SHAPE)
     sizes: dict[str, Any] = {"max_num_sequences": MOST, "max_num_tokens": CHUNK, "dtype": "float32"}
-    return Pair(LLM(folder, device="cuda", eager=True, **sizes), LLM(folder, device="cpu", **sizes))
+    with pytest.MonkeyPatch.context() as patch:  # the CPU too, or their states would be of different tokens
+        patch.setattr(runner, "stored_every", lambda device: STORED_EVERY)
+        return Pair(LLM(folder, device="cuda", eager=True, **sizes), LLM(folder, device="cpu", **sizes))
 
 
 @pytest.mark.parametrize("count", [1, MOST])
