@@ -100,7 +100,9 @@ def make_engine(schedule: Schedule, bench: Alone, num_pages: int) -> Engine:
     with pytest.MonkeyPatch.context() as patch:
         # What a GPU does, on a CPU: recurrent states are stored after several tokens.
         patch.setattr(runner, "stored_every", lambda device: 1 + len(schedule.requests) % 4)
-        return bench.engine(schedule.speculation, *sizes, **options, prefix_cache_bytes=kept)
+        engine = bench.engine(schedule.speculation, *sizes, **options, prefix_cache_bytes=kept)
+    engine.runner.history.few = len(schedule.requests) % 3
+    return engine
 
 
 def play(schedule: Schedule, bench: Alone, seen: Counter[str]) -> None:

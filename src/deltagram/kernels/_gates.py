@@ -1,7 +1,8 @@
 """Every choice among kernels that a step's number of rows makes, in one place.
 
-Where a kernel gives way to another the bits of a row may change, so each bound stands here with its reason. The two
-bounds of an exchange between ranks change no bits: MOST_TOKENS and MOST_GATHERED in ngram/exchange_choice.py.
+Where a kernel gives way to another the bits of a row may change, so each bound stands here with its reason. FEW_STATES
+changes no bits, nor do the two bounds of an exchange between ranks: MOST_TOKENS and MOST_GATHERED in
+ngram/exchange_choice.py.
 """
 
 # Up to here a product streams its weight through the kernel in _few_rows.py; with 24 rows the library's products were
@@ -22,3 +23,8 @@ FEW_HYPER_ROWS = 64
 # Up to here, rows an expert on average, kernels/moe takes tiles of 16 rows, so that little of a tile is padding; above,
 # tiles of 64 (32 in fp32), which read an expert's weights fewer times.
 FEW_EXPERT_ROWS = 8
+
+# Steps of up to so many sequences store every recurrent state they go on from; those of more, one of several
+# (step/history.py). Few states are written while the next weights are read, but whoever finds tokens that no state has
+# taken takes them again first, one after the other.
+FEW_STATES = 4

@@ -223,12 +223,8 @@ def _parts(x, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
     if PARTS == 1:
         return (x,)
     else:
-        rows = tl.reshape(x, [PARTS, x.shape[0] // PARTS])
-        which = tl.arange(0, PARTS)[:, None]
-        parts = _none()
-        for j in tl.static_range(PARTS):
-            parts = parts + (tl.sum(tl.where(which == j, rows, 0.0), 0),)
-        return parts
+        first, second = tl.split(tl.permute(tl.reshape(x, [2, x.shape[0] // 2]), (1, 0)))
+        return _parts(first, PARTS // 2) + _parts(second, PARTS // 2)
 
 
 @jit
@@ -386,17 +382,21 @@ def _kernel(  # type: ignore[no-untyped-def]
 _OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}
 
 
+# Bytes of a row in a part, which a few lanes share. The fewer, the less is exchanged among them to add a row up; but
+# half as many took an H200 longer to read.
+_PART = 128
 # Elements of a program's tile of a state, for up to _HEADS heads of states and for more: no sum depends on them.
 _FEW, _MANY, _HEADS = 2048, 4096, 192
 
 
 def _sizes(
-    heads: int, state: Tensor | tuple[int, ...], width: int, ring: int, recent: int, max_draft: int, sequences: int
+    heads: int, state: Tensor, width: int, ring: int, recent: int, max_draft: int, sequences: int
 ) -> dict[str, int | bool]:
-    value_heads, value_dim, key_dim = (state.shape if isinstance(state, Tensor) else state)[-3:]
+    value_heads, value_dim, key_dim = state.shape[1:]
     columns, few = power_of_two(key_dim), sequences * value_heads <= _HEADS
     rows = max(1, min(power_of_two(value_dim), (_FEW if few else _MANY) // columns))
-    tile = {"BK": columns, "PARTS": 2 if columns >= 64 else 1, "BV": rows, "SOON": few}
+    parts = max(columns * state.element_size() // _PART, 1)
+    tile = {"BK": columns, "PARTS": parts, "BV": rows, "SOON": few}
     shape = {"H": heads, "HV": value_heads, "K": key_dim, "V": value_dim, "WIDTH": width}
     return shape | {"R": ring, "D": recent, "DRAFTS": max_draft > 0} | tile
 
@@ -438,17 +438,19 @@ def ahead_of_time() -> list[Build]:
     builds = []
     indices = ("kind", "cu_tokens", "start", "pending", "stores", "slot")
     for dtype, state, key_dim, value_dim, recent, max_draft, sequences in (
-        ("*bf16", "*fp32", 128, 128, 4, 0, 1),
-        ("*bf16", "*fp32", 128, 128, 4, 0, 48),
-        ("*bf16", "*fp32", 128, 128, 14, 5, 1),
-        ("*bf16", "*fp32", 128, 128, 14, 5, 48),
-        ("*bf16", "*bf16", 128, 128, 0, 0, 48),
-        ("*fp32", "*fp32", 64, 256, 3, 1, 1),
+        ("*bf16", torch.float32, 128, 128, 4, 0, 1),
+        ("*bf16", torch.float32, 128, 128, 4, 0, 48),
+        ("*bf16", torch.float32, 128, 128, 14, 5, 1),
+        ("*bf16", torch.float32, 128, 128, 14, 5, 48),
+        ("*bf16", torch.bfloat16, 128, 128, 4, 0, 48),
+        ("*fp32", torch.float32, 64, 256, 0, 0, 1),
     ):
         types = dict.fromkeys(("qkv", "a", "b", "conv_weight", "ring", "out", "k_ring", "v_ring"), dtype)
         types |= dict.fromkeys(indices, "*i32") | {"A_log": "*fp32", "dt_bias": "*fp32", "gate_ring": "*fp32"}
-        types |= {"state": state, "scale": "fp32"} | dict.fromkeys(("qkv_stride", "a_stride", "b_stride"), "i32")
+        types |= dict.fromkeys(("qkv_stride", "a_stride", "b_stride"), "i32") | {"scale": "fp32"}
+        types["state"] = "*fp32" if state is torch.float32 else "*bf16"
         absent = dict.fromkeys(("k_ring", "v_ring", "gate_ring")) if recent == 0 else {}
-        sizes = _sizes(16, (32, value_dim, key_dim), 4, 4 + max_draft, recent, max_draft, sequences)
+        pool = torch.empty(1, 32, value_dim, key_dim, dtype=state, device="meta")
+        sizes = _sizes(16, pool, 4, 4 + max_draft, recent, max_draft, sequences)
         builds.append(Build(_kernel, types, sizes | absent, _OPTIONS))
     return builds

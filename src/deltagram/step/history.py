@@ -7,17 +7,21 @@ and embedding read it and nothing else. It never holds a placeholder.
 import torch
 from torch import Tensor
 
+from deltagram.kernels._gates import FEW_STATES
+
 
 class TokenHistory:
     """Tokens and lengths of up to `max_requests` requests.
 
     tokens: int32 [max_requests, max_context]; lengths: int32 [max_requests], the tokens known so far;
     untaken: int32 [max_requests], how many of them, but for the last, the recurrent state has yet to take: it is stored
-    after every `every` tokens (kernels/derive_table.py).
+    after every `every` tokens (kernels/derive_table.py), or at once in a step of up to `few` sequences.
     """
 
-    def __init__(self, max_requests: int, max_context: int, device: torch.device, every: int = 1) -> None:
-        self.every = every
+    def __init__(
+        self, max_requests: int, max_context: int, device: torch.device, every: int = 1, few: int = FEW_STATES
+    ) -> None:
+        self.every, self.few = every, few
         self.tokens = torch.zeros(max_requests, max_context, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(max_requests, dtype=torch.int32, device=device)
         self.untaken = torch.zeros(max_requests, dtype=torch.int32, device=device)

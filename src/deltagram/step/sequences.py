@@ -51,7 +51,7 @@ class SequenceTable:
       token       [T]       token ids; 0 for padding
       cache_index [T]       int64, where the token's keys and values go: page * page size + offset; -1 for padding
       page_table  [rows, pages]  the request's pages, shared by all steps
-    `every`: recurrent states are stored after every so many tokens.
+    `every`: recurrent states are stored after every so many tokens, or before.
     """
 
     bucket: Bucket
@@ -191,8 +191,9 @@ def prepare(packed: Tensor, bucket: Bucket, history: TokenHistory, page_table: T
     known = history.tokens, history.lengths, history.untaken
     if bucket.max_draft:
         place_drafts(drafts, given, row, history.tokens, history.lengths)
+    every = history.every if bucket.sequences > history.few else 1
     start, length, pending, stores, sequence, position, token, cache_index = derive_table(
-        counts, kind, row, cu_tokens, prefill_start, grants, *known, page_table, page_size, history.every, bucket.tokens
+        counts, kind, row, cu_tokens, prefill_start, grants, *known, page_table, page_size, every, bucket.tokens
     )
     return SequenceTable(
         bucket=bucket,

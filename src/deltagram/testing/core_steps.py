@@ -105,7 +105,7 @@ class CoreSteps:
         """The sequence table of a step, through the step's own `pack` and `prepare`."""
         bucket = replace(bucket, max_draft=self.max_draft)
         context = max([part.stream.done + part.num_new for part in parts], default=0) + 1
-        history = TokenHistory(self.num_slots + 1, context, self.device, self.every)
+        history = TokenHistory(self.num_slots + 1, context, self.device, self.every, few=0)
         entries = []
         for part in parts:
             stream = part.stream
