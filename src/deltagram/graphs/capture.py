@@ -12,21 +12,20 @@ from typing import Any
 
 import torch
 
+from deltagram.graphs.small_memsets import replace_small_memsets
 from deltagram.step.plan import Bucket
 from deltagram.step.segments import recording
 
 
 class Piecewise:
-    """A recorded step: pieces of graph and, between them, what no graph can hold (step/segments.py)."""
+    """A recorded step: pieces of graph and, between them, what no graph can hold (step/segments.py).
+
+    num_eager: pieces that are run anew by every replay.
+    """
 
     def __init__(self, pool: Any) -> None:
-        self.pool = pool
+        self.pool, self.num_eager = pool, 0
         self.pieces: list[torch.cuda.CUDAGraph | Callable[[], None]] = []
-
-    @property
-    def num_eager(self) -> int:
-        """Pieces that are run anew by every replay."""
-        return sum(not isinstance(piece, torch.cuda.CUDAGraph) for piece in self.pieces)
 
     def record(self, run: Callable[[], None]) -> None:
         """Record `run`, on the current stream."""
@@ -42,6 +41,7 @@ class Piecewise:
         self._end()
         call()
         self.pieces.append(call)
+        self.num_eager += 1
         self._begin()
 
     def replay(self) -> None:
@@ -53,7 +53,7 @@ class Piecewise:
                 piece()
 
     def _begin(self) -> None:
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
         # Helper threads may use the device meanwhile: what they do is theirs.
         graph.capture_begin(self.pool, capture_error_mode="thread_local")
         self.pieces.append(graph)
@@ -62,6 +62,8 @@ class Piecewise:
         graph = self.pieces[-1]
         assert isinstance(graph, torch.cuda.CUDAGraph)
         graph.capture_end()
+        replace_small_memsets(graph)
+        graph.instantiate()
 
 
 @contextmanager
