@@ -35,7 +35,10 @@ class StepBuffers:
         self._report = torch.zeros(self._wide + size, dtype=torch.int32, device=device)
         reports = host(len(self._report) + len(self._report) % 2, torch.int32)
         self._reports = [turn[: len(self._report)] for turn in reports]  # views cost a step more than what is copied
-        self._report_arrays = [turn.numpy() for turn in self._reports]
+        arrays = [turn.numpy() for turn in self._reports]
+        self._report_arrays = [
+            (array[: self._wide].view(np.int64), array[self._wide :].reshape(max_sequences, width)) for array in arrays
+        ]
         wide = self._report[: self._wide].view(torch.int64)
         self.steps, self.times = wide[:1], wide[1:].view(max_chains, 2)
         self.tokens = self._report[self._wide :].view(max_sequences, width)
@@ -73,15 +76,14 @@ class StepBuffers:
         """Copy the report of the step that was filled last to the host, for whoever waits for the copy."""
         turn = (self.filled - 1) % IN_FLIGHT
         self._reports[turn].copy_(self._report, non_blocking=True)
-        return Report(self._report_arrays[turn], self.filled, self._wide, self.tokens.shape)
+        return Report(*self._report_arrays[turn], self.filled)
 
 
 class Report:
     """A step's report in host memory, once it has come there."""
 
-    def __init__(self, host: npt.NDArray[np.int32], step: int, wide: int, shape: torch.Size) -> None:
-        self._wide, self._narrow = host[:wide].view(np.int64), host[wide:].reshape(shape)
-        self._step = step
+    def __init__(self, wide: npt.NDArray[np.int64], narrow: npt.NDArray[np.int32], step: int) -> None:
+        self._wide, self._narrow, self._step = wide, narrow, step
 
     def waits(self) -> list[int]:
         """Nanoseconds that each memory layer waited for its chain; below 0, how long the chain was ready before."""

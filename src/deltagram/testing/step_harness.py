@@ -131,7 +131,7 @@ class StepHarness:
             start, drafts = request.computed, size - 1 if kind is Kind.VERIFY else 0
             slot = request.slot
             uncertain, generation = request.uncertain, self.slots.generation[slot]
-            entries.append(Entry(slot, generation, slot, kind, size, start, drafts, uncertain=uncertain))
+            entries.append(Entry(slot, generation, slot, kind, size, start, drafts, True, uncertain))
             if kind is not Kind.PREFILL:  # a chunk is run again and again
                 request.computed += size  # as if all drafts were accepted, until `retire` knows
                 request.uncertain += drafts
