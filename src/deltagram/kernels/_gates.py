@@ -27,4 +27,4 @@ FEW_EXPERT_ROWS = 8
 # Steps of up to so many sequences store every recurrent state they go on from; those of more, one of several
 # (step/history.py). Few states are written while the next weights are read, but whoever finds tokens that no state has
 # taken takes them again first, one after the other.
-FEW_STATES = 4
+FEW_STATES = 2
