@@ -107,8 +107,8 @@ def _kernel(  # type: ignore[no-untyped-def]
     line = tl.load(cache_index + t) * (HKV * D)
     padding = t >= tl.load(cu_tokens + num_sequences)
     if PDL:
+        tl.extra.cuda.gdc_launch_dependents()  # attention looks at its tables and asks for keys until we have ended
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     if padding:
         return
     groups: tl.constexpr = (HKV + BH - 1) // BH
