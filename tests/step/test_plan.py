@@ -33,6 +33,7 @@ def test_a_sequence_samples_unless_its_prefill_goes_on() -> None:
         ({"bucket": Bucket(80, 1, mixed=True)}, None),
         ({"entries": (DECODE._replace(num_new=0),)}, None),
         ({"entries": (DECODE._replace(start=-1),)}, None),
+        ({"entries": (DECODE._replace(num_new=2),)}, "sampled after"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(changes: dict, reason: str | None) -> None:  # type: ignore[type-arg]
@@ -46,7 +47,7 @@ def test_the_digest_covers_every_field() -> None:
     others = [replace(PLAN, step_id=4), replace(PLAN, bucket=Bucket(81, 2, True)), replace(PLAN, grants=())]
     for field, value in (("row", 2), ("generation", 2), ("slot", 2), ("start", 8), ("uncertain", 1)):
         others.append(replace(PLAN, entries=(DECODE._replace(**{field: value}), PREFILL)))
-    for fields in ({"num_draft": 1}, {"num_draft": 1, "drafts": (7,)}, {"wanted": 1}):
+    for fields in ({"num_new": 2, "num_draft": 1}, {"num_new": 2, "num_draft": 1, "drafts": (7,)}, {"wanted": 1}):
         drafting = replace(PLAN.bucket, max_draft=1)
         others.append(replace(PLAN, bucket=drafting, entries=(DECODE._replace(**fields), PREFILL)))
     others.append(replace(PLAN, entries=(DECODE, PREFILL._replace(is_last_chunk=True))))

@@ -116,6 +116,7 @@ class StepPlan:
             assert num_new >= 1 and start >= 0
             assert not drafts or len(drafts) == num_draft, "all drafts are given, or none"
             assert num_draft <= most >= wanted
+            assert kind is prefill or num_new == 1 + num_draft, "each token but a prompt's is sampled after"
             rows.add(row)
             tokens += num_new
             if kind is not prefill or is_last:  # as `num_samples`
