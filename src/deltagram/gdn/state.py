@@ -8,7 +8,7 @@ recent     k [slots, D, H, K], v [slots, D, HV, V], gates [slots, D, 2, HV]: wha
 
 A decode step reads a state whole to add one token to it; where it stores it as well, that is half of what it moves. So
 on a GPU a state is stored after every few tokens, and those in between are kept as the k, v and gates they came from,
-two hundredths of its bytes each, and taken again by each step until then: docs/gated-delta.md.
+a hundredth of its bytes each, and taken again by each step until then: docs/gated-delta.md.
 
 The last slot is the pad slot: padding names it, no request owns it, nobody writes it.
 """
