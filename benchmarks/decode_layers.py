@@ -98,7 +98,8 @@ class Step:
         history = TokenHistory(self.requests + 1, 4096, DEVICE, STORED_EVERY)
         history.tokens.random_(0, 1000)
         history.lengths.fill_(begun + tokens // count)
-        history.untaken.copy_((begun + torch.arange(self.requests + 1) - 1) % STORED_EVERY)  # long after a prompt
+        if count > history.few:  # long after a prompt
+            history.untaken.copy_((begun + torch.arange(self.requests + 1) - 1) % STORED_EVERY)
         entries = tuple(Entry(i, 0, i, kind, tokens // count, begun) for i in range(count))
         plan = StepPlan(0, Bucket(tokens, count, kind is Kind.PREFILL), entries)
         packed = torch.from_numpy(pack(plan, self.page, self.requests, self.requests)).to(DEVICE)

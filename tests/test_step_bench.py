@@ -30,7 +30,7 @@ def test_a_mixed_step_of_the_shipped_model(tmp_path: Path) -> None:
     assert 0 < figures["host_us"] <= figures["wall_us"] * 1.5 and figures["tokens_per_s"] > 0
 
 
-def test_a_verify_step_brings_what_is_asked_and_replays_it() -> None:
+def test_a_verify_step_brings_what_is_asked() -> None:
     """With a step in flight while the next is planned. What one accepts is pending in the next."""
     model = LLM(device="cpu", eager=True, max_num_sequences=1).engine.model
     harness = StepHarness(model, torch.device("cpu"), 3, 70, 18, 5, more=400, acceptance=3.5)

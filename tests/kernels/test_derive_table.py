@@ -43,7 +43,7 @@ def test_both_bodies_agree(padded: bool) -> None:
         packed, num_rows = step(seed, padded)
         written = [[tensor.clone() for tensor in packed[-2:]] for _ in range(2)]
         compiled, reference = (
-            derive_table(*packed[:-2], *mine, PAGE, 1 + seed % 5, num_rows, impl)  # type: ignore[misc, arg-type]
+            derive_table(*packed[:-2], *mine, PAGE, 1 + seed % 5, seed % 3, num_rows, impl)  # type: ignore[misc, arg-type]
             for mine, impl in zip(written, ("compiled", "reference"), strict=True)
         )
         assert all(torch.equal(*pair) for pair in zip(*written, strict=True))
@@ -57,9 +57,9 @@ def test_the_gpu_agrees(padded: bool) -> None:
     """Also where many tokens and sequences take several programs, and a token's page is granted in the same step."""
     for seed in range(40):
         packed, num_rows = step(seed, padded)
-        arguments, every = [each.cuda() for each in packed], 1 + seed % 5
-        ours = derive_table(*arguments, PAGE, every, num_rows)  # type: ignore[arg-type, misc]
-        expected = derive_table(*packed, PAGE, every, num_rows, "reference")  # type: ignore[arg-type, misc]
+        arguments, every = [each.cuda() for each in packed], (1 + seed % 5, seed % 3)
+        ours = derive_table(*arguments, PAGE, *every, num_rows)  # type: ignore[arg-type, misc]
+        expected = derive_table(*packed, PAGE, *every, num_rows, "reference")  # type: ignore[arg-type, misc]
         assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(arguments[-2:], packed[-2:], strict=True))
         for mine, theirs in zip(ours, expected, strict=True):
             assert mine.dtype == theirs.dtype and torch.equal(mine.cpu(), theirs)
@@ -92,8 +92,8 @@ def test_the_gpu_agrees_on_large_steps(tokens: int, sequences: int, granted: int
     torch.manual_seed(0)
     packed = many(tokens, sequences, granted)
     arguments = [each.cuda() for each in packed]
-    ours = derive_table(*arguments, PAGE, 4, tokens * sequences + 5)  # type: ignore[arg-type, misc]
-    expected = derive_table(*packed, PAGE, 4, tokens * sequences + 5, "reference")  # type: ignore[arg-type, misc]
+    ours = derive_table(*arguments, PAGE, 4, 2, tokens * sequences + 5)  # type: ignore[arg-type, misc]
+    expected = derive_table(*packed, PAGE, 4, 2, tokens * sequences + 5, "reference")  # type: ignore[arg-type, misc]
     assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(arguments[-2:], packed[-2:], strict=True))
     assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(ours, expected, strict=True))
 
@@ -117,11 +117,11 @@ def test_a_replayed_graph_takes_the_step_of_its_replay() -> None:
         ]
 
     buffers = [each.cuda() for each in padded(packed)]
-    derive_table(*buffers, PAGE, 4, bucket[1])  # type: ignore[arg-type, misc]
+    derive_table(*buffers, PAGE, 4, 2, bucket[1])  # type: ignore[arg-type, misc]
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = derive_table(*buffers, PAGE, 4, bucket[1])  # type: ignore[arg-type, misc]
+        captured = derive_table(*buffers, PAGE, 4, 2, bucket[1])  # type: ignore[arg-type, misc]
     for seed in range(20):
         packed, num_rows = step(seed, True)
         if len(packed[1]) > bucket[0] or num_rows > bucket[1]:
@@ -130,6 +130,6 @@ def test_a_replayed_graph_takes_the_step_of_its_replay() -> None:
         for buffer, value in zip(buffers, packed, strict=True):
             buffer.copy_(value)
         graph.replay()
-        expected = derive_table(*packed, PAGE, 4, bucket[1], "reference")  # type: ignore[arg-type, misc]
+        expected = derive_table(*packed, PAGE, 4, 2, bucket[1], "reference")  # type: ignore[arg-type, misc]
         assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(buffers[-2:], packed[-2:], strict=True))
         assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(captured, expected, strict=True))

@@ -65,7 +65,9 @@ def forward_core(
     Tokens stay where they are: each op takes the rows of its own kind and leaves the others. Nobody writes the rows of
     padding, and the gated norm does not read them.
     """
-    replays = state.recent is not None and (table.bucket.max_draft > 0 or table.every > 1)
+    rings, most = state.recent, table.bucket.max_draft
+    assert rings is None or rings[0].shape[1] >= table.every + 2 * most, "rings of recent tokens are too short"
+    replays = rings is not None and (most > 0 or table.every > 1)
     plain = not replays and state.recurrent.dtype == a.dtype == torch.float32
     body = choose(impl, qkv, _op_by_op, _at_once, _head_by_head if plain else _op_by_op)
     return body(table, qkv, a, b, weights, state, gate, impl)

@@ -13,7 +13,7 @@ from deltagram.kernels._vectors import get_int, put_int, put_long
 def _kernel(
     counts: int, kind: int, row: int, cu_tokens: int, prefill_start: int, grants: int, num_grants: int, sequences: int,
     tokens: int, context: int, lengths: int, untaken: int, page_table: int, rows: int, pages: int, page_size: int,
-    every: int, start: int, length: int, pending: int, stores: int, sequence: int, position: int, token: int,
+    every: int, few: int, start: int, length: int, pending: int, stores: int, sequence: int, position: int, token: int,
     place: int, padded: int,
 ) -> None:  # fmt: skip
     for i in range(num_grants):
@@ -21,13 +21,14 @@ def _kernel(
             put_int(page_table, get_int(grants, 3 * i) * pages + get_int(grants, 3 * i + 1), get_int(grants, 3 * i + 2))
         else:
             put_int(page_table, (rows - 1) * pages, 0)
+    interval = every if get_int(counts, 1) > few else 1
     for n in range(sequences):
         what, owner, first, end = get_int(kind, n), get_int(row, n), get_int(cu_tokens, n), get_int(cu_tokens, n + 1)
         begun = 0 if what == 3 else get_int(prefill_start, n) if what == 2 else get_int(lengths, owner) - 1
         put_int(start, n, begun)
         put_int(length, n, 0 if what == 3 else begun + end - first)
         waiting = get_int(untaken, owner) if what <= 1 else 0
-        store = 1 if what <= 1 and (waiting + 1 >= every or (begun + owner) % every == 0) else 0
+        store = 1 if what <= 1 and (waiting + 1 >= interval or (begun + owner) % interval == 0) else 0
         put_int(pending, n, waiting)
         put_int(stores, n, store)
         if what != 3:
@@ -47,7 +48,7 @@ def _kernel(
 
 def derive_table(
     counts: Tensor, kind: Tensor, row: Tensor, cu_tokens: Tensor, prefill_start: Tensor, grants: Tensor, tokens: Tensor,
-    lengths: Tensor, untaken: Tensor, page_table: Tensor, page_size: int, every: int, num_rows: int,
+    lengths: Tensor, untaken: Tensor, page_table: Tensor, page_size: int, every: int, few: int, num_rows: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     sequences, (rows, pages) = len(kind), page_table.shape
     start, length, pending, stores = torch.empty(4, sequences, dtype=torch.int32).unbind()
@@ -57,8 +58,8 @@ def derive_table(
     _kernel(
         counts.data_ptr(), kind.data_ptr(), row.data_ptr(), cu_tokens.data_ptr(), prefill_start.data_ptr(),
         grants.data_ptr(), len(grants), sequences, tokens.data_ptr(), tokens.shape[1], lengths.data_ptr(),
-        untaken.data_ptr(), page_table.data_ptr(), rows, pages, page_size, every, start.data_ptr(), length.data_ptr(),
-        pending.data_ptr(), stores.data_ptr(), sequence.data_ptr(), position.data_ptr(), token.data_ptr(),
-        place.data_ptr(), num_rows,
+        untaken.data_ptr(), page_table.data_ptr(), rows, pages, page_size, every, few, start.data_ptr(),
+        length.data_ptr(), pending.data_ptr(), stores.data_ptr(), sequence.data_ptr(), position.data_ptr(),
+        token.data_ptr(), place.data_ptr(), num_rows,
     )  # fmt: skip
     return start, length, pending, stores, sequence, position, token, place

@@ -11,8 +11,8 @@ history.
     place    [T]  int64, where its keys and values go: page * page size + offset; -1 for padding
 
 A state is stored after every `every` tokens or so: at the latest when that many are untaken, and by sequences of one
-start in different steps. `untaken` becomes what is so after the step's first token (commit_tokens adds accepted
-drafts): 0 where the step stores, or prefills.
+start in different steps; in a step of up to `few` sequences, by all. `untaken` becomes what is so after the step's
+first token (commit_tokens adds accepted drafts): 0 where the step stores, or prefills.
 
 First the step's page grants are written to the page table; those that are not real go to the pad row's first page, as
 0. No entry of the page table is granted twice in a step.
@@ -45,13 +45,14 @@ def derive_table(
     page_table: Tensor,
     page_size: int,
     every: int,
+    few: int,
     num_rows: int,
     impl: Impl = None,
 ) -> tuple[Tensor, ...]:
     """See the file's docstring."""
     body = choose(impl, counts, _reference, _launch, _compiled)
     packed = counts, kind, row, cu_tokens, prefill_start, grants
-    return body(*packed, tokens, lengths, untaken, page_table, page_size, every, num_rows)
+    return body(*packed, tokens, lengths, untaken, page_table, page_size, every, few, num_rows)
 
 
 def _reference(
@@ -67,6 +68,7 @@ def _reference(
     page_table: Tensor,
     page_size: int,
     every: int,
+    few: int,
     num_rows: int,
 ) -> tuple[Tensor, ...]:
     device = counts.device
@@ -81,6 +83,7 @@ def _reference(
     start = torch.where(real, start, 0).int()
     length = torch.where(real, start + cu_tokens.diff(), 0).int()
     pending = torch.where(kind <= _VERIFY, untaken[owner], 0)
+    every = every if int(counts[1]) > few else 1
     stores = (kind <= _VERIFY) & ((pending + 1 >= every) | ((start + row) % every == 0))
     untaken[owner[real]] = torch.where(stores | (kind == _PREFILL), 0, pending + 1)[real]
 
@@ -139,6 +142,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     pages,
     PAGE: tl.constexpr,
     EVERY: tl.constexpr,
+    FEW: tl.constexpr,
     TOKENS: tl.constexpr,
     SEARCHED: tl.constexpr,
 ):
@@ -185,7 +189,8 @@ def _kernel(  # type: ignore[no-untyped-def]
         new = tl.load(cu_tokens + n + 1, mask=real, other=0) - tl.load(cu_tokens + n, mask=real, other=0)
         one_by_one = real & (kinds <= 1)
         waiting = tl.load(untaken + owner, mask=one_by_one, other=0)
-        store = one_by_one & ((waiting + 1 >= EVERY) | ((begun + owner) % EVERY == 0))
+        due = (waiting + 1 >= EVERY) | ((begun + owner) % EVERY == 0) | (tl.load(counts + 1) <= FEW)
+        store = one_by_one & due
         tl.store(untaken + owner, tl.where(store | (kinds == 2), 0, waiting + 1), mask=real)
         tl.store(start + n, begun, mask=inside)
         tl.store(length + n, begun + new, mask=inside)
@@ -213,6 +218,7 @@ def _launch(
     page_table: Tensor,
     page_size: int,
     every: int,
+    few: int,
     num_rows: int,
 ) -> tuple[Tensor, ...]:
     num_sequences, num_grants = len(kind), len(grants)
@@ -225,7 +231,7 @@ def _launch(
         counts, kind, row, cu_tokens, prefill_start, grants, tokens, lengths, untaken, page_table,
         start, length, pending, stores, sequence, position, token, place,
         num_rows, num_sequences, num_grants, len(page_table), tokens.shape[1], page_table.shape[1],
-        PAGE=page_size, EVERY=every, TOKENS=_TOKENS, SEARCHED=_SEARCHED, num_warps=4,
+        PAGE=page_size, EVERY=every, FEW=few, TOKENS=_TOKENS, SEARCHED=_SEARCHED, num_warps=4,
     )  # fmt: skip
     return start, length, pending, stores, sequence, position, token, place
 
@@ -234,4 +240,4 @@ def ahead_of_time() -> list[Build]:
     names = _kernel.arg_names
     types = dict.fromkeys(names, "*i32") | {"place": "*i64"}
     types |= dict.fromkeys(("num_rows", "num_sequences", "num_grants", "rows", "context", "pages"), "i32")
-    return [Build(_kernel, types, {"PAGE": 64, "EVERY": 4, "TOKENS": _TOKENS, "SEARCHED": _SEARCHED})]
+    return [Build(_kernel, types, {"PAGE": 64, "EVERY": 4, "FEW": 2, "TOKENS": _TOKENS, "SEARCHED": _SEARCHED})]

@@ -193,11 +193,11 @@ def prepare(packed: Tensor, bucket: Bucket, history: TokenHistory, page_table: T
     counts, kind, row, slot, cu_tokens, prefill_start, num_draft, wanted, given, drafts, *rest = fields
     cu_samples, sampled, chunks, grants = rest
     known = history.tokens, history.lengths, history.untaken
+    storing = history.every, history.few
     if bucket.max_draft:
         place_drafts(drafts, given, row, history.tokens, history.lengths)
-    every = history.every if bucket.sequences > history.few else 1
     start, length, pending, stores, sequence, position, token, cache_index = derive_table(
-        counts, kind, row, cu_tokens, prefill_start, grants, *known, page_table, page_size, every, bucket.tokens
+        counts, kind, row, cu_tokens, prefill_start, grants, *known, page_table, page_size, *storing, bucket.tokens
     )
     return SequenceTable(
         bucket=bucket,
