@@ -7,6 +7,7 @@ pools of their own, times per layer. Padding is the share of the bucket's tokens
 """
 
 import argparse
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from kernels import (
     bench_rms_norm_gated,
 )
 
+from deltagram.gdn.state import STORED_EVERY
+from deltagram.kernels._gates import FEW_STATES
 from deltagram.kernels.rms_norm_gated import rms_norm_gated
 from deltagram.step.plan import Bucket, Kind
 from deltagram.testing.core_steps import CoreShape, CoreSteps, Part, Stream, oracle
@@ -52,7 +55,9 @@ STEPS = {
 
 def measure_steps() -> list[dict[str, Any]]:
     device = torch.device("cuda")
-    layers = [CoreSteps(SHAPE, SLOTS, torch.bfloat16, device, max_draft=5, seed=i) for i in range(LAYERS)]
+    options: dict[str, Any] = {"max_draft": 5, "every": STORED_EVERY, "few": FEW_STATES}
+    steps = partial(CoreSteps, SHAPE, SLOTS, torch.bfloat16, device, **options)
+    layers = [steps(seed=i) for i in range(LAYERS)]
     for layer in layers:
         for pool in layer.pools():
             pool.normal_(std=0.1)
@@ -61,8 +66,7 @@ def measure_steps() -> list[dict[str, Any]]:
     for name, (decodes, drafts, prefills, bucket) in STEPS.items():
         parts = batch(layers[0], decodes, drafts, prefills)
         rows = layers[0].rows(parts, bucket)
-        for part in parts:  # as if they had come a long way
-            part.stream.done = 1000 if part.kind is not Kind.PREFILL else 0
+        layers[0].come_a_long_way(parts)
         table = layers[0].table(parts, bucket)
         z = torch.randn(bucket.tokens, SHAPE.value_heads, SHAPE.value_dim, device=device).bfloat16()
 
@@ -72,7 +76,6 @@ def measure_steps() -> list[dict[str, Any]]:
         calls = [lambda layer=layer, call=call: call(layer) for layer in layers]
         host, eager = eager_us(calls)
         tokens = sum(part.num_new for part in parts)
-        state_bytes = 2 * len(parts) * SHAPE.value_heads * SHAPE.value_dim * SHAPE.key_dim * 4
         results.append(
             {
                 "step": name,
@@ -82,7 +85,7 @@ def measure_steps() -> list[dict[str, Any]]:
                 "captured_us": captured_us(calls),
                 "eager_us": eager,
                 "eager_host_us": host,
-                "state_us_at_3.4_tb_per_s": state_bytes / 3.4e6,
+                "state_us_at_3.4_tb_per_s": layers[0].state_traffic(table) / 3.4e6,
             }
         )
     return results

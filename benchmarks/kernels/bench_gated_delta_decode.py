@@ -1,7 +1,8 @@
 """A Gated DeltaNet layer's core for decode and verify sequences: in one launch, and op by op; and, if it is installed,
 flash-linear-attention's recurrence alone, for the same states.
 
-Layers of a 4B model's shape, each with weights and pools of its own. State traffic counts one read and one write.
+Layers of a 4B model's shape, each with weights and pools of its own. State traffic counts one read, and a write
+where a state is stored.
 
     python benchmarks/kernels/bench_gated_delta_decode.py
 
@@ -9,6 +10,7 @@ Writes results/gated_delta_decode_cuda.json.
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from environment import save
 from kernels import bench_gated_delta_recurrent
 
 from deltagram.gdn import core
+from deltagram.gdn.state import STORED_EVERY
+from deltagram.kernels._gates import FEW_STATES
 from deltagram.step.plan import Bucket, Kind
 from deltagram.testing.core_steps import CoreShape, CoreSteps, Part
 from deltagram.testing.timing import captured_us
@@ -52,7 +56,14 @@ def measure_verify() -> list[dict[str, Any]]:
 
 def _layers(state_dtype: torch.dtype, slots: int, drafts: int) -> list[CoreSteps]:
     device = torch.device("cuda")
-    layers = [CoreSteps(SHAPE, slots, torch.bfloat16, device, drafts, state_dtype, seed=i) for i in range(LAYERS)]
+    options: dict[str, Any] = {
+        "every": STORED_EVERY,
+        "few": FEW_STATES,
+        "max_draft": drafts,
+        "state_dtype": state_dtype,
+    }
+    steps = partial(CoreSteps, SHAPE, slots, torch.bfloat16, device, **options)
+    layers = [steps(seed=i) for i in range(LAYERS)]
     for layer in layers:
         for pool in layer.pools():
             pool.normal_(std=0.1)
@@ -64,8 +75,7 @@ def _times(layers: list[CoreSteps], n: int, tokens: int) -> dict[str, Any]:
     parts = [Part(layers[0].stream(tokens, slot), kind, tokens) for slot in range(n)]
     bucket = Bucket(n * tokens, n, False)
     rows = layers[0].rows(parts, bucket)
-    for part in parts:  # as if they had come a long way
-        part.stream.done, part.stream.pending = 1000, tokens // 2
+    layers[0].come_a_long_way(parts, tokens // 2)
     table = layers[0].table(parts, bucket)
     result: dict[str, Any] = {"sequences": n, "tokens_each": tokens}
     for name, body in (("us", core._at_once), ("op_by_op_us", core._op_by_op)):
@@ -75,8 +85,7 @@ def _times(layers: list[CoreSteps], n: int, tokens: int) -> dict[str, Any]:
             body(table, qkv, a, b, layer.weights, layer.state, None, None)
 
         result[name] = captured_us([lambda layer=layer, call=call: call(layer) for layer in layers])
-    traffic = 2 * n * layers[0].state.recurrent[0].nbytes
-    return result | {"state_tb_per_s": traffic / result["us"] / 1e6}
+    return result | {"state_tb_per_s": layers[0].state_traffic(table) / result["us"] / 1e6}
 
 
 if __name__ == "__main__":

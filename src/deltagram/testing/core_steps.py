@@ -71,8 +71,9 @@ class CoreSteps:
         impl: Impl = None,
         seed: int = 0,
         every: int = 1,
+        few: int = 0,
     ) -> None:
-        self.every = every
+        self.every, self.few = every, few
         self.untaken: list[int] = []  # of each slot, after the last step's certain tokens
         self.shape, self.num_slots, self.dtype, self.device = shape, num_slots, dtype, device
         self.max_draft, self.impl = max_draft, impl
@@ -105,7 +106,7 @@ class CoreSteps:
         """The sequence table of a step, through the step's own `pack` and `prepare`."""
         bucket = replace(bucket, max_draft=self.max_draft)
         context = max([part.stream.done + part.num_new for part in parts], default=0) + 1
-        history = TokenHistory(self.num_slots + 1, context, self.device, self.every, few=0)
+        history = TokenHistory(self.num_slots + 1, context, self.device, self.every, self.few)
         entries = []
         for part in parts:
             stream = part.stream
@@ -142,6 +143,19 @@ class CoreSteps:
         """The core alone: what a graph captures."""
         qkv, a, b, _ = rows.split(self._sizes(), 1)
         return forward_core(table, qkv, a, b, self.weights, self.state, gate, self.impl)
+
+    def come_a_long_way(self, parts: list[Part], accepted: int = 0) -> None:
+        """Streams that decode or verify get 1000 tokens, and as many pending as such a one has; and `accepted` more."""
+        every = self.every if len(parts) > self.few else 1
+        for part in parts:
+            if part.kind is not Kind.PREFILL:
+                part.stream.done, part.stream.pending = 1000, (999 + part.stream.slot) % every + accepted
+
+    def state_traffic(self, table: SequenceTable) -> int:
+        """Bytes of states that a step of `table` reads and writes."""
+        kinds = table.kind.tolist()
+        states = sum(kind != Kind.PAD for kind in kinds) + kinds.count(Kind.PREFILL) + int(table.stores.sum())
+        return states * self.state.recurrent[0].nbytes
 
     def pools(self) -> list[Tensor]:
         """Every tensor that a step may write."""
