@@ -80,9 +80,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     sizes: dict[str, Any] = {"max_num_sequences": MOST, "max_num_tokens": CHUNK, "dtype": "float32"}
     with pytest.MonkeyPatch.context() as patch:  # the CPU too, or their states would be of different tokens
         patch.setattr(runner, "stored_every", lambda device: STORED_EVERY)
-        made = Pair(LLM(folder, device="cuda", eager=True, **sizes), LLM(folder, device="cpu", **sizes))
-    made.here.history.few = made.engine.runner.history.few = 0
-    return made
+        return Pair(LLM(folder, device="cuda", eager=True, **sizes), LLM(folder, device="cpu", **sizes))
 
 
 @pytest.mark.parametrize("count", [1, MOST])
