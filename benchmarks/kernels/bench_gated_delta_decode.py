@@ -62,7 +62,7 @@ def _layers(state_dtype: torch.dtype, slots: int, drafts: int) -> list[CoreSteps
         "max_draft": drafts,
         "state_dtype": state_dtype,
     }
-    steps = partial(CoreSteps, SHAPE, slots, torch.bfloat16, device, state_dtype=state_dtype, **options)
+    steps = partial(CoreSteps, SHAPE, slots, torch.bfloat16, device, **options)
     layers = [steps(seed=i) for i in range(LAYERS)]
     for layer in layers:
         for pool in layer.pools():
