@@ -7,7 +7,6 @@ pools of their own, times per layer. Padding is the share of the bucket's tokens
 """
 
 import argparse
-from functools import partial
 from typing import Any
 
 import torch
@@ -55,9 +54,10 @@ STEPS = {
 
 def measure_steps() -> list[dict[str, Any]]:
     device = torch.device("cuda")
-    options: dict[str, Any] = {"max_draft": 5, "every": STORED_EVERY, "few": FEW_STATES}
-    steps = partial(CoreSteps, SHAPE, SLOTS, torch.bfloat16, device, **options)
-    layers = [steps(seed=i) for i in range(LAYERS)]
+    layers = [
+        CoreSteps(SHAPE, SLOTS, torch.bfloat16, device, max_draft=5, seed=i, every=STORED_EVERY, few=FEW_STATES)
+        for i in range(LAYERS)
+    ]
     for layer in layers:
         for pool in layer.pools():
             pool.normal_(std=0.1)

@@ -30,7 +30,7 @@ def test_a_mixed_step_of_the_shipped_model(tmp_path: Path) -> None:
     assert 0 < figures["host_us"] <= figures["wall_us"] * 1.5 and figures["tokens_per_s"] > 0
 
 
-def test_a_verify_step_brings_what_is_asked() -> None:
+def test_a_verify_step_brings_what_is_asked_and_leaves_it_pending() -> None:
     """With a step in flight while the next is planned. What one accepts is pending in the next."""
     model = LLM(device="cpu", eager=True, max_num_sequences=1).engine.model
     harness = StepHarness(model, torch.device("cpu"), 3, 70, 18, 5, more=400, acceptance=3.5)
@@ -43,6 +43,8 @@ def test_a_verify_step_brings_what_is_asked() -> None:
             harness.retire(flying)
         flying = launched
         brought.append(runner.buffers.tokens[: len(requests), 0].tolist())
+        untaken = runner.history.untaken[[request.slot for request in requests]]
+        assert untaken.tolist() == [count - 1 for count in brought[-1]]
     assert flying is not None
     harness.retire(flying)
     assert all(one == 1 and {first, second} <= {3, 4} for one, first, second in brought)

@@ -10,7 +10,6 @@ Writes results/gated_delta_decode_cuda.json.
 """
 
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +55,8 @@ def measure_verify() -> list[dict[str, Any]]:
 
 def _layers(state_dtype: torch.dtype, slots: int, drafts: int) -> list[CoreSteps]:
     device = torch.device("cuda")
-    options: dict[str, Any] = {
-        "every": STORED_EVERY,
-        "few": FEW_STATES,
-        "max_draft": drafts,
-        "state_dtype": state_dtype,
-    }
-    steps = partial(CoreSteps, SHAPE, slots, torch.bfloat16, device, **options)
-    layers = [steps(seed=i) for i in range(LAYERS)]
+    sizes = SHAPE, slots, torch.bfloat16, device, drafts, state_dtype
+    layers = [CoreSteps(*sizes, seed=i, every=STORED_EVERY, few=FEW_STATES) for i in range(LAYERS)]
     for layer in layers:
         for pool in layer.pools():
             pool.normal_(std=0.1)

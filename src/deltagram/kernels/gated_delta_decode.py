@@ -100,8 +100,9 @@ def _reference(
     lags = torch.arange(len(taps) - 1, -1, -1, device=qkv.device)
     slots, begin, first = slot[:rows].long(), cu_tokens[:rows].long(), start[:rows].long()
     new, behind = cu_tokens[: rows + 1].diff().long(), pending[:rows].long()
+    stored = stores[:rows] > 0
     if recent is None:
-        behind = torch.zeros_like(behind)
+        behind, stored = torch.zeros_like(behind), torch.ones_like(stored)
     s, written = state[slots].to(wide), ring.clone()
     for i in range(-int(behind.max()), int(new.max())):  # the tokens at start + i of the sequences that have one there
         one = ((i >= -behind) & (i < new)).nonzero().squeeze(1)
@@ -131,7 +132,7 @@ def _reference(
         if i >= 0:
             query = q.to(wide).repeat_interleave(group, 1)
             out[token] = (s[one] @ query[..., None])[..., 0].to(out.dtype)
-        kept = torch.zeros_like(one, dtype=torch.bool) if i else stores[one] > 0 if recent else one >= 0
+        kept = stored[one] & (i == 0)
         state[at[kept]] = rounded[kept]
         if i >= 0 and recent is not None:
             at, entry, k, v, gates = at[~kept], entry[~kept], k[~kept], v[~kept], gates[~kept]

@@ -35,8 +35,8 @@ class CoreShape:
 
 @dataclass(slots=True)
 class Stream:
-    """A request's projections: qkv [L, channels], a and b [L, HV]; `done` tokens computed, the last
-    `pending` of which its state has yet to take."""
+    """A request's projections: qkv [L, channels], a and b [L, HV]; `done` tokens computed, of which its state has yet
+    to take the last `pending`."""
 
     qkv: Tensor
     a: Tensor
@@ -173,8 +173,9 @@ class CoreSteps:
         for part in parts:
             right = part.num_new - part.num_wrong
             results.append(out[filled : filled + right].clone())
+            accepted = right - 1 if part.kind is Kind.VERIFY else 0
             part.stream.done += right
-            part.stream.pending = self.untaken[part.stream.slot] + max(right - 1, 0) * (part.kind is Kind.VERIFY)
+            part.stream.pending = self.untaken[part.stream.slot] + accepted
             filled += part.num_new
         return results
 
