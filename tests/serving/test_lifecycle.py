@@ -185,7 +185,9 @@ def test_a_failing_step_fails_its_requests_alone(start_faulty):
 )
 def test_when_the_engine_process_ends_everybody_hears_of_it(start_faulty, token, code, said):
     server = start_faulty()
-    streams = [Stream(server).wait_for_text(server) for _ in range(3)]
+    streams = [Stream(server, LONG | {"max_tokens": 2000}) for _ in range(3)]  # long enough that none ends by itself
+    for stream in streams:
+        stream.wait_for_text(server)
     began = time.monotonic()
     answer = server.client.post("/v1/completions", json=LONG | {"prompt": f"my secret {token}"})
     for stream in streams:
